@@ -66,6 +66,7 @@ class JoinTrainerMixin:
     args: Any
     accelerator: Any
     control: Any
+    state: Any
     current_gradient_accumulation_steps: int
     train_dataset: Any
     eval_dataset: Any
@@ -278,11 +279,14 @@ class JoinTrainerMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
         control = self.control
+        if self._join_run is not None:
+            self._join_run.stopping.agree(control, self.state.global_step)
         looks = control.should_log or control.should_evaluate or control.should_save
         if self._join_run is not None and (looks or control.should_epoch_stop or control.should_training_stop):
             self._join_run.hand_over_kept()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
         if self._join_run is not None:
+            self._join_run.stopping.agree(self.control, self.state.global_step)  # callbacks of these may ask, too
             self._join_run.average_loss(tr_loss)
 
 

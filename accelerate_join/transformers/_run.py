@@ -24,6 +24,7 @@ from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._reading import Reading, broadcast
+from accelerate_join.transformers._stopping import Stopping
 from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import (
     Lockstep,
@@ -133,6 +134,7 @@ class Run:
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
+        self.stopping = Stopping(self.channel)
         chosen = trainer.join_options
         self.driver = StepDriver(self.channel, chosen, _rows_of)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))

@@ -28,8 +28,10 @@ from torch_join._collectives import call as _call
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._compat import groups as _compat_groups
 from torch_join._compat import metrics as _compat_metrics
+from torch_join._compat import whereabouts as _whereabouts
 from torch_join._control import channel as _channel
 from torch_join._control import codec as _codec
+from torch_join._control import deadlock as _deadlock
 from torch_join._control import exit_guard as _exit_guard
 from torch_join._control import rendezvous as _rendezvous
 from torch_join._control._links import handshake as _handshake
@@ -573,3 +575,36 @@ def lacking_of_engine(engine: Any) -> list[str]:
         needed.append((parameter, ["all_gather", "all_gather_coalesced", "partition", "is_external_param"]))
         needed.append((engine.module, ["_external_params"]))
     return [f"{type(owner).__name__}.{name}" for owner, names in needed for name in names if not hasattr(owner, name)]
+
+
+@contextmanager
+def deadlock_seconds(seconds: float) -> Iterator[None]:
+    """How often a rank looks whether it waits for ever."""
+    shorter = {"LOOKS_EVERY": seconds, "_AGAIN": seconds / 2, "_ANSWERS_WITHIN": seconds / 4}
+    with mock.patch.multiple(_deadlock, **shorter):
+        yield
+
+
+def issued_collectives() -> tuple[int, bool, dict[str, str]]:
+    """What is known of this rank's collectives of all ranks."""
+    return (*_whereabouts.issued()["0"],)
+
+
+def where(
+    kind: str,
+    awaits: tuple[str, int] | None = None,
+    passed: tuple[int, ...] = (0, 0, 0),
+    issued: tuple[int, bool, str] | None = None,
+    most: int = 0,
+) -> _deadlock.Where:
+    """Where a rank of three is: what it waits for, what it has passed, and what it has issued in the group of all."""
+    count, pending, name = issued or (most, False, "")
+    groups = {"0": (count, pending, {str(count): name})} if issued else {}
+    waits = None if awaits is None else (*awaits, [0, 1, 2])
+    return _deadlock.Where(kind, kind, "", None, waits, [*passed], "", {"0": count}, groups, None, ([], 0))
+
+
+def stuck_ranks(places: Sequence[_deadlock.Where]) -> dict[int, set[int]]:
+    """The ranks of these that wait for ever, and for whom."""
+    with mock.patch.object(_deadlock, "groups_of_this_rank", return_value={"0": [0, 1, 2]}):
+        return _deadlock.deadlocked(dict(enumerate(places)), [0, 1, 2])

@@ -27,6 +27,7 @@ from torch_join._control.reports import BarrierResult, Health, Status, met_anoth
 T = TypeVar("T")
 
 _UNIT = 1 << 1074  # of which any float is a multiple: whoever comes first, sums of whole numbers are the same
+_FOR_GOOD = (1 << 64) - 1  # of what is posted: a record that nobody passes
 _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
@@ -253,14 +254,14 @@ class Channel:
         with self._links.lock:
             self._stream.pass_log(self.records)
 
-    def post(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: Any, lasts: bool = False) -> None:
         """Give a value (what `gather` takes) a name of its own; waits for nobody.
 
-        Each rank keeps it until it passes the record that this one writes next.
+        Each rank keeps it until it passes the record that this one writes next, or, if it `lasts`, for good.
         """
         data = value if type(value) is _codec.Encoded else _codec.encode(value)
         with self._links.lock:
-            self._node.post(self._number, self.records, key, data)
+            self._node.post(self._number, _FOR_GOOD if lasts else self.records, key, data)
 
     def posted(self, key: str) -> bool:
         """Whether there is a value of this name."""
@@ -462,8 +463,8 @@ class Channel:
             kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
             whom = name, number, [r for r in range(self.world_size) if not them or them >> r & 1]
         step = None if status is None else status.step
-        issued, ports = ({}, []) if watch is None else watch.known(numbers)
-        synced = [] if status is None else [synced for _, synced in status.models]
+        issued, ports = ({}, None) if watch is None else watch.known(numbers)
+        synced = ([], 0) if status is None else status.synced
         return Where(kind, what, place.at, step, whom, passed, place.group, numbers, issued, ports, synced)
 
     @property

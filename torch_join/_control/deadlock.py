@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch_join._base.errors import name_ranks
+from torch_join._base.synced_steps import explain_mixed
 from torch_join._compat import whereabouts as _compat
 from torch_join._compat.operators import groups_of_this_rank
 from torch_join._control.codec import closed
@@ -49,8 +50,8 @@ class Where(NamedTuple):
         group: The name of the collective's group.
         numbers: By group, how many collectives it has issued at most.
         issued: By group, how many it has issued, whether the last is not done, and the names of the last few.
-        ports: Its connections, where they may have to be ended.
-        synced: By model, how often it has synced gradients.
+        ports: Its connections, once they may have to be ended.
+        synced: See `Status`.
     """
 
     kind: str
@@ -62,8 +63,8 @@ class Where(NamedTuple):
     group: str
     numbers: dict[str, int]
     issued: dict[str, tuple[int, bool, dict[str, str]]]
-    ports: list[tuple[str, int, str, int]]
-    synced: list[int]
+    ports: list[tuple[str, int, str, int]] | None
+    synced: tuple[list[tuple[int, bool]], int]
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -126,7 +127,7 @@ def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, s
 _FORWARD = (
     "a forward of a DDP model with buffers that only some ranks run, at their own last batch or every so many steps of"
     " their own (call the inner model, `ddp.module(x)`, or do it after the loop, on all ranks); a batch that only some"
-    " ranks skip, by `continue`"
+    " ranks skip, by `continue` (leave it out within: join.batches(good(loader)))"
 )
 _BACKWARD = (
     "a `break` or `return` at different steps (Join(..., may_break=True) for a `break`); a batch that only some ranks"
@@ -165,7 +166,8 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
         f" {'waits' if len(ranks) == 1 else 'wait'} for {name_ranks(names[rank] for rank in whom)}"
         for (what, whom), ranks in alike.items()
     ]
-    return f"{DEADLOCK}{'; '.join(said)}.{_mixed(stuck, places, names)} Usual causes: {'; '.join(causes)}."
+    mixed = explain_mixed({rank: places[rank].synced for rank in stuck}, names)
+    return f"{DEADLOCK}{'; '.join(said)}.{mixed} Usual causes: {'; '.join(causes)}."
 
 
 def _say(where: Where) -> str:
@@ -176,18 +178,6 @@ def _say(where: Where) -> str:
     what = where.what + (operation if where.kind == "backward" else "")
     step = "" if where.step is None else f", in step {where.step}"
     return f"{what} at {where.at or 'an unknown place'}{step},"
-
-
-def _mixed(stuck: Iterable[int], places: Mapping[int, Where], names: Sequence[int]) -> str:
-    """Return what there is to say of ranks that have synced in numbers that do not fit to where they are."""
-    synced = {rank: places[rank].synced for rank in stuck}
-    if len({tuple(counts) for counts in synced.values()}) < 2:
-        return ""
-    counts = ", ".join(f"rank {names[rank]}: {' and '.join(map(str, each))}" for rank, each in synced.items())
-    return (
-        f" The ranks have run different numbers of synced backwards, by model ({counts}): if a rank has left out one,"
-        " the gradients of different steps have been averaged since, and the parameters are not to be used."
-    )
 
 
 # ---------------------------------------------------------------- who looks
@@ -215,13 +205,13 @@ class Watch:
 
     def known(
         self, numbers: Mapping[str, int]
-    ) -> tuple[dict[str, tuple[int, bool, dict[str, str]]], list[_Connection]]:
+    ) -> tuple[dict[str, tuple[int, bool, dict[str, str]]], list[_Connection] | None]:
         """Return what is known of the collectives that this rank has issued, if these are all, and its connections."""
-        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else ({}, [])
+        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else ({}, None)
 
     def _reset(self) -> None:
         self.issued: dict[str, tuple[int, bool, dict[str, str]]] = {}
-        self.ports: list[_Connection] = []
+        self.ports: list[_Connection] | None = None
         self._state: tuple[Any, ...] = ()
         self._asks_from = 0.0  # since when it says what it has issued, too
         self._tells_at = 0.0
@@ -247,9 +237,10 @@ class Watch:
             self._state = here.state
             return LOOKS_EVERY
         if channel.deadlock:
-            if here.kind != "meeting":
+            if here.kind != "meeting" and self.ports is not None:
                 _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
                 self._cut(channel)
+                self.ports = None
             return LOOKS_EVERY
         now = time.monotonic()
         if not self._asks_from:
@@ -274,7 +265,7 @@ class Watch:
             then, before = self._before
             if states != before:
                 self._before = now, states
-            elif now >= then + _AGAIN:
+            elif now >= then + (_AGAIN if all(places[rank].ports is not None for rank in stuck) else 3 * LOOKS_EVERY):
                 channel.fail(describe(stuck, places, channel.global_ranks))
             self._pause = _AGAIN
             return
@@ -288,7 +279,9 @@ class Watch:
     def _cut(self, channel: Any) -> None:
         """End the connections between this process and those of other ranks: the collective's."""
         places = channel.places()
-        others = {(*port[2:], *port[:2]) for rank in places if rank != channel.rank for port in places[rank].ports}
+        others = {
+            (*port[2:], *port[:2]) for rank in places if rank != channel.rank for port in places[rank].ports or ()
+        }
         for file, connection in _connections(channel.files).items():
             if connection in others:
                 with suppress(OSError), socket.socket(fileno=os.dup(file)) as copy:

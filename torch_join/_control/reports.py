@@ -31,6 +31,7 @@ class Status(NamedTuple):
         asked: How often all ranks' places in their loaders were asked for, as far as it knows.
         step: The step of the loop, if it is in one.
         leader: The lowest rank that has batches, as far as it knows: the one that writes the log.
+        synced: From which step of the loop on it has synced gradients in each, or in none; and how many are over.
     """
 
     models: list[list[int]]
@@ -39,6 +40,7 @@ class Status(NamedTuple):
     asked: int = 0
     step: int | None = None
     leader: int = 0
+    synced: tuple[list[tuple[int, bool]], int] = ([], 0)
 
 
 class Health(NamedTuple):

@@ -19,6 +19,7 @@ from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
+from torch_join._base.synced_steps import Ended, check_not_mixed
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
@@ -46,7 +47,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, Ended | None]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -170,6 +171,7 @@ class LoopDriver(Driver):
         self._loop = None
         self._telling.raised = None
         self._steps = Steps(self.given)
+        self._ended: Ended | None = None  # of the last loop: where this rank has synced gradients
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
@@ -238,8 +240,10 @@ class LoopDriver(Driver):
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
-            said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
-            compare(said, self.members.global_ranks)
+            mine = hyperparameters(self.given), self._ended
+            said = self.tail_log.channel.gather(mine, of=tuple[Hyperparameters, Ended | None])
+            compare([hyper for hyper, _ in said], self.members.global_ranks)
+            check_not_mixed([ended for _, ended in said], self.members.global_ranks)
             self._rebalancing.close()
             self.tail_log.channel.close(meets=self._rebalancing.enabled)
 
@@ -509,6 +513,7 @@ class LoopDriver(Driver):
                     if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
+                self.tail_log.synced.end_step(self.step_number)
                 self.step_number += 1
         except GeneratorExit:
             on_purpose = is_left_on_purpose()
@@ -554,9 +559,10 @@ class LoopDriver(Driver):
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         length, dealt_samples = reader.certain_length(), reader.dealt_samples
-        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples
+        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples, self._ended
         said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
-        lengths, hyper, ways, everyone, steps, loops, dealt = zip(*said, strict=True)
+        lengths, hyper, ways, everyone, steps, loops, dealt, ended = zip(*said, strict=True)
+        check_not_mixed(ended, self.members.global_ranks)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
         compare(hyper, self.members.global_ranks)
@@ -581,6 +587,7 @@ class LoopDriver(Driver):
         if asks and any(length is None or length > mine for length in lengths):
             self.tail.note(at_last=False)
         self.tail_log.parting.begin_loop(self.tail_log.channel)
+        self.tail_log.synced.begin()
         for model in self.tail_log.models():
             model.begin_loop()
         if self.options.monitor is not None and first != OVER:
@@ -734,8 +741,16 @@ class LoopDriver(Driver):
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
         self._steps.forget()
+        self._ended = self._find_ended(loop)
         if not self.members.announces:
             self.tail_log.tap.remove()
+
+    def _find_ended(self, loop: Loop | None) -> Ended | None:
+        """Return at which steps of an even loop this rank has synced, where all ranks must have in the same ones."""
+        if loop is None or not loop.asked or loop.reads_ahead or not isinstance(loop.schedule, Certain):
+            return None
+        synced, is_whole = self.tail_log.synced, self.step_number == (loop.schedule.lengths or [0])[self.members.rank]
+        return (synced.runs, self.step_number) if is_whole and self.was_even and not synced.accumulates else None
 
     # ------------------------------------------------------------ a step
 
@@ -982,6 +997,7 @@ class LoopDriver(Driver):
             self._loop.trains.add(model)
 
     def note_accumulation(self, model: int) -> None:
+        self.tail_log.synced.accumulates = True
         for each in self._steppers[model]:
             each.note_backward((self._loops, self.step_number), syncs=False)
 
@@ -991,6 +1007,7 @@ class LoopDriver(Driver):
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
+            self.tail_log.synced.last = self.step_number
             for each in self._steppers[model]:
                 each.note_backward((self._loops, self.step_number))
         elif (loop, model) in self._uneven_loops:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership, Role
+from torch_join._base.synced_steps import SyncedSteps, explain_mixed
 from torch_join._collectives.backwards import Backwards
 from torch_join._collectives.neutral import mirror
 from torch_join._collectives.parting import Parting
@@ -61,6 +62,7 @@ class TailLog(Announcer):
         self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.step: Callable[[], int | None] = lambda: None
+        self.synced = SyncedSteps()
         self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
         self.asked = 0
@@ -318,7 +320,10 @@ class TailLog(Announcer):
         elif kind == _records.TAIL:
             if (mine := [each.synced for each in self.models()]) != payload:
                 me, leader = self.members.named((self.members.rank, self.members.leader))
-                raise JoinError(explain_counts({me: mine, leader: payload}))
+                answers = self.channel.health().answers
+                synced = {rank: said.synced for rank, (_, said) in answers.items() if said}
+                mixed = explain_mixed(synced, self.members.global_ranks)
+                raise JoinError(explain_counts({me: mine, leader: payload}) + mixed)
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
 
@@ -371,4 +376,7 @@ class TailLog(Announcer):
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
         models = [[each.forwards, each.synced] for each in self.models()]
-        return Status(models, word, self.loader(), self.asked, self.step(), min(self.members.active, default=0))
+        leader = min(self.members.active, default=0)
+        return Status(
+            models, word, self.loader(), self.asked, self.step(), leader, (self.synced.runs, self.synced.over)
+        )

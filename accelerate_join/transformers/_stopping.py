@@ -1,0 +1,64 @@
+"""Stopping on all ranks together where a callback of some ranks alone asks for it."""
+
+import warnings
+from typing import Any
+
+from torch_join.integration import Channel, name_ranks
+
+_FLAGS = ("should_epoch_stop", "should_training_stop")
+
+
+class Stopping:
+    """What some ranks ask of all, in Trainer's `control`.
+
+    Ranks do not meet for it. Each keeps, where Trainer looks at the flags, whether it asks for something. One that does
+    asks the others whether they do too: then all stop here. Else it has told all of them by then, goes on to the next
+    step, whose backward no rank ends without it, and stops with all at that step's end.
+
+    Args:
+        channel: The ranks' channel.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._places, self._step = 0, -1
+        self._asked = (False, False)  # what this rank has asked for, and has to wait with
+
+    def agree(self, control: Any, step: int) -> None:
+        """Have the flags be the same on all ranks, each of which calls this at the same places.
+
+        Args:
+            control: Trainer's, which is changed.
+            step: Of the optimizer's steps, the last.
+        """
+        channel, is_next, self._step = self._channel, step > self._step, step
+        wants = tuple(bool(getattr(control, name)) for name in _FLAGS)  # as all ranks shall, or this one alone
+        if is_next and channel.posted(f"stop/{step - 1}"):
+            mine = tuple(map(max, wants, self._asked))
+            everyone = channel.gather(mine, of=tuple[bool, bool])
+            self._asked = (False, False)
+            for flag, said in zip(_FLAGS, zip(*everyone, strict=True), strict=True):
+                setattr(control, flag, any(said))
+            asking = [rank for rank, said in enumerate(everyone) if any(said)]
+            if channel.rank == 0 and 0 < len(asking) < len(everyone):
+                text = f"All ranks stop at step {step}: {name_ranks(asking)} alone asked for it, here or before."
+                warnings.warn(text, stacklevel=2)
+            return
+        self._places += 1
+        place, verdict = f"stop/at/{self._places}", f"stop/all/{self._places}"
+        channel.keep(place, any(wants))
+        if not any(wants):
+            return
+        others = [rank for rank in range(channel.world_size) if rank != channel.rank]
+        channel.post(f"stop/{step}", None, lasts=True)
+        if channel.rank == 0:
+            agreed = all(channel.ask(place, others, bool).values())
+            channel.keep(verdict, agreed)
+        elif agreed := channel.ask(place, [0], bool)[0]:
+            agreed = channel.ask(verdict, [0], bool)[0]
+        else:
+            channel.ask(place, others, bool)  # whoever answers has heard of it
+        if not agreed:
+            self._asked = wants[0] or self._asked[0], wants[1] or self._asked[1]
+            for flag in _FLAGS:
+                setattr(control, flag, False)

@@ -1,0 +1,233 @@
+"""Ranks that wait for each other for ever are told of, with their places; slow ones are not."""
+
+import inspect
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.inside import deadlock_seconds, issued_collectives, stuck_ranks, where
+from tests.support.workers import Workers
+from torch_join import Join, JoinError
+
+
+def made(rank: int, lengths: tuple[int, ...], buffers: bool = False) -> tuple[Any, Any, list[Any]]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8)] if buffers else [nn.Linear(4, 8)]
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(8, 1)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(2, 4) for _ in range(lengths[rank])]
+
+
+def step(model: Any, optimizer: Any, batch: Any) -> None:
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def breaks(rank: int) -> None:
+    model, optimizer, batches = made(rank, (6, 4))
+    with Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(batches)):
+            if (rank, number) == (1, 2):
+                break
+            step(model, optimizer, batch)
+
+
+def skips(rank: int) -> None:
+    model, optimizer, batches = made(rank, (4, 4), buffers=True)
+    with Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(iter(batches))):
+            if (rank, number) == (0, 1):
+                continue
+            step(model, optimizer, batch)
+
+
+def skips_certain(rank: int, skipped: tuple[int, ...] = (-1, 1), lengths: tuple[int, ...] = (4, 5)) -> str:
+    """Until the loop's end, each of a rank's backwards meets another step's."""
+    model, optimizer, batches = made(rank, lengths)
+    try:
+        with Join([model, optimizer]) as join:
+            for number, batch in enumerate(join.batches(batches)):
+                if number != skipped[rank]:
+                    step(model, optimizer, batch)
+    except JoinError as error:
+        if len(set(lengths)) > 1:
+            raise
+        return str(error)
+    return ""
+
+
+def reduces_alone(rank: int) -> None:
+    model, optimizer, batches = made(rank, (5, 5, 2))
+    with Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(iter(batches))):
+            step(model, optimizer, batch)
+            if (rank, number) == (1, 1):
+                dist.all_reduce(torch.ones(1))
+
+
+def gathers_apart(rank: int) -> None:
+    """Nobody is in a meeting: one rank is in a backward, and the other in another collective."""
+    model, optimizer, batches = made(rank, (6, 6))
+    with Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(batches)):
+            step(model, optimizer, batch)
+            if (rank, number) == (1, 1):
+                dist.barrier()
+
+
+def told(rank: int, program: Callable[[int], None]) -> tuple[str, str, float]:
+    start = time.monotonic()
+    with deadlock_seconds(0.3):
+        try:
+            program(rank)
+        except JoinError as error:
+            found = type(error).__name__, str(error), time.monotonic() - start
+            store = dist.PrefixStore("end", dist.distributed_c10d._get_default_store())
+            store.set(str(rank), "")  # collectives are broken: end together without
+            store.wait([str(each) for each in range(dist.get_world_size())], timedelta(seconds=20))
+            dist.destroy_process_group()
+            return found
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "world_size", "said"),
+    [
+        (breaks, 2, ["rank 0 is in a backward (all_reduce) at", "may_break=True"]),
+        (skips, 2, ["rank 1 is in DDP's broadcast of buffers", "ddp.module(x)", "join.batches(good(loader))"]),
+        (skips_certain, 2, ["Rank 1 did not sync gradients in step 1 of the loop, and rank 0 did. From there on"]),
+        (reduces_alone, 3, ["rank 1 is in all_reduce at", "only some ranks come to"]),
+        (gathers_apart, 2, ["rank 0 is in a backward (all_reduce) at", "rank 1 is in barrier at", "another order"]),
+    ],
+)
+def test_all_ranks_are_told(workers: Workers, program: Any, world_size: int, said: list[str]) -> None:
+    outcomes = workers.run(world_size, told, program, timeout=300.0, deadline=40.0)
+    first, last = inspect.getsourcelines(program)[1], inspect.getsourcelines(program)[1] + 20
+    for name, text, seconds in outcomes:
+        assert name == "JoinError"
+        assert text == outcomes[0][1]
+        assert text.startswith("These ranks wait for each other for ever: rank")
+        assert all(each in text for each in said)
+        assert seconds < 20
+    lines = [int(part.split(",")[0].split(" ")[0]) for part in outcomes[0][1].split(f"{__file__}:")[1:]]
+    assert lines
+    assert {line for line in lines if not first <= line <= last} <= {inspect.getsourcelines(step)[1] + 1}
+
+
+@pytest.mark.parametrize(("skipped", "is_mixed"), [((1, 3), True), ((2, 2), False), ((-1, -1), False)])
+def test_batches_that_ranks_leave_out_apart(workers: Workers, skipped: tuple[int, int], is_mixed: bool) -> None:
+    text = "Rank 0 did not sync gradients in step 1 of the loop, and rank 1 did."
+    assert [text in said for said in workers.run(2, skips_certain, skipped, (5, 5))] == [is_mixed] * 2
+
+
+def slow(rank: int) -> list[str]:
+    """Each rank takes its time somewhere, and has issued what others have not: nobody waits for ever."""
+    torch.manual_seed(0)
+    model, optimizer, batches = made(rank, (3, 4, 5), buffers=True)
+    some = dist.new_group([1, 2])
+
+    def hook(gradient: Any) -> None:
+        time.sleep(1.2 if rank == 1 else 0.0)
+
+    with deadlock_seconds(0.1), Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(iter(batches))):
+            if (number, rank) == (1, 0):
+                time.sleep(1.2)
+            work = dist.all_reduce(torch.ones(1), async_op=True) if number == 0 else None
+            if number == 1 and rank > 0:
+                time.sleep(0.6 * rank)
+                dist.all_reduce(torch.ones(1), group=some)
+            if number == 2 and rank < 2:
+                (dist.send if rank else dist.recv)(torch.ones(1), 1 - rank)
+            handle = next(model.parameters()).register_hook(hook) if number == 2 else None
+            step(model, optimizer, batch)
+            if handle is not None:
+                handle.remove()
+            if work is not None:
+                time.sleep(0.5)
+                work.wait()
+        time.sleep(0.6 * rank)
+    return []
+
+
+def test_slow_ranks_are_not_accused(workers: Workers) -> None:
+    assert workers.run(3, slow, timeout=300.0, deadline=60.0) == [[]] * 3
+
+
+def recorded(rank: int) -> tuple[int, bool, dict[str, str]]:
+    """What torch's flight recorder says of a collective that is not done; the names that are relied on."""
+    dist.all_reduce(torch.ones(1))
+    (dist.send if rank else dist.recv)(torch.ones(1), 1 - rank)
+    dist.barrier()
+    work = dist.all_gather([torch.ones(1)] * 2, torch.ones(1), async_op=True) if rank == 0 else None
+    time.sleep(0.2)
+    found = issued_collectives()
+    if rank:
+        work = dist.all_gather([torch.ones(1)] * 2, torch.ones(1), async_op=True)
+    work.wait()
+    return found
+
+
+def test_the_recorder_is_as_it_was(workers: Workers) -> None:
+    (count, pending, last), other = workers.run(2, recorded)
+    assert pending
+    assert not other[1]
+    assert count == other[0] + 1
+    assert [last[str(count - 2)], last[str(count - 1)], last[str(count)]] == ["all_reduce", "barrier", "all_gather"]
+
+
+CASES: dict[str, tuple[list[Any], dict[int, set[int]]]] = {
+    "a barrier that one has not come to, in a collective that waits for the other": (
+        [where("collective", issued=(5, True, "all_reduce")), where("meeting", ("barrier", 7), issued=(4, False, ""))],
+        {0: {1}, 1: {0}},
+    ),
+    "one is elsewhere": (
+        [where("collective", issued=(5, True, "all_reduce")), where("elsewhere", issued=(4, False, ""))],
+        {},
+    ),
+    "another operation": (
+        [where("collective", issued=(5, True, "barrier")), where("backward", issued=(5, True, "all_reduce"))],
+        {0: {1}, 1: {0}},
+    ),
+    "the same one": (
+        [where("collective", issued=(5, True, "all_reduce")), where("backward", issued=(5, True, "all_reduce"))],
+        {},
+    ),
+    "nobody knows what the other has issued": (
+        [where("collective", issued=(5, True, "all_reduce")), where("meeting", ("barrier", 7), most=9)],
+        {},
+    ),
+    "one has come to the meeting, and waits in the next": (
+        [where("meeting", ("gather", 3), passed=(0, 4, 0)), where("meeting", ("barrier", 7), passed=(7, 4, 0))],
+        {},
+    ),
+    "a record that is written": (
+        [where("meeting", ("record", 3), passed=(0, 0, 3)), where("meeting", ("barrier", 7), passed=(7, 0, 4))],
+        {},
+    ),
+    "a third one waits for these": (
+        [
+            where("meeting", ("gather", 3), passed=(0, 4, 0)),
+            where("meeting", ("barrier", 7), passed=(7, 3, 0)),
+            where("backward", issued=(1, True, "all_reduce")),
+        ],
+        {0: {1, 2}, 1: {0, 2}, 2: {0, 1}},
+    ),
+    "two meetings": (
+        [where("meeting", ("gather", 3), passed=(0, 4, 0)), where("meeting", ("barrier", 7), passed=(7, 3, 0))],
+        {0: {1}, 1: {0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_waits_for_whom(case: str) -> None:
+    places, expected = CASES[case]
+    assert stuck_ranks(places) == expected
