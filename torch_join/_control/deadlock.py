@@ -214,7 +214,7 @@ class Watch:
         self.ports: list[_Connection] | None = None
         self._state: tuple[Any, ...] = ()
         self._asks_from = 0.0  # since when it says what it has issued, too
-        self._tells_at = 0.0
+        self._tells_at, self._has_cut = 0.0, False
         self._pause = LOOKS_EVERY
         self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
 
@@ -237,10 +237,11 @@ class Watch:
             self._state = here.state
             return LOOKS_EVERY
         if channel.deadlock:
-            if here.kind != "meeting" and self.ports is not None:
-                _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
+            if here.kind != "meeting":
+                if not self._has_cut:  # what ends the wait has words of its own
+                    _LOG.error("%s", channel.deadlock)
                 self._cut(channel)
-                self.ports = None
+                self._has_cut = True
             return LOOKS_EVERY
         now = time.monotonic()
         if not self._asks_from:
