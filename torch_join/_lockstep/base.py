@@ -79,8 +79,6 @@ class Lockstep:
         self._model: Participant = driver.add(make_model)
         self._customs = [driver.add(partial(CustomParticipant, joinable=j, options={})) for j in joinables]
         self._exchanged = ExchangedActiveRanks(self.channel, self._throws)
-        exchanged = self._exchanged
-        driver.tail_log.step = lambda: exchanged.step
         self.plan: Rebalancer | None = None
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
@@ -141,6 +139,7 @@ class Lockstep:
         self._buffers.begin()
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
+        self.driver.tail_log.step = lambda: active_ranks.step
         self.plan = None
         self._stepped = optimizers
         self._states.begin(trained(self._whole, optimizers, others))
