@@ -25,7 +25,8 @@ _WAITS = tuple(_FOLDER + name for name in ("fsdp", "tensor", "_functional_collec
 _WRAPS = ("torch._ops", "torch.utils._contextlib")
 _PASSED = {
     *("torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "pytorch_lightning"),
-    *("lightning_fabric", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics", *sys.stdlib_module_names),
+    *("lightning_fabric", "lightning_utilities", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics"),
+    *sys.stdlib_module_names,
 }
 _LAST = 8  # operations of each group
 
@@ -86,6 +87,8 @@ def _waits_in(inner: FrameType) -> tuple[str, str, str]:
         return "collective", f"{function}, of a sharded model or tensor", ""
     if _module(inner).startswith("torch_join._collectives"):
         return "collective", "a collective that other ranks have announced", ""
+    if _module(inner) == "torch_join._compat.ddp":
+        return "collective", f"DDP's {function}, between two steps", ""
     return "elsewhere", "", ""
 
 
