@@ -22,7 +22,7 @@ from torch_join._compat.operators import _C10D_FILE, _COLLECTIVES, _DDP_FORWARD,
 _FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "")
 # Where torch waits for a work of its own, below a function that issues collectives.
 _WAITS = tuple(_FOLDER + name for name in ("fsdp", "tensor", "_functional_collectives", "_composable", "optim"))
-_WRAPS = ("torch._ops", "torch.utils._contextlib")
+_WRAPS = ("torch._ops", "torch._library", "torch.utils._contextlib")
 _PASSED = {
     *("torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "pytorch_lightning"),
     *("lightning_fabric", "lightning_utilities", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics"),
