@@ -238,10 +238,12 @@ class Watch:
             return LOOKS_EVERY
         if channel.deadlock:
             if here.kind != "meeting":
-                if not self._has_cut:  # what ends the wait has words of its own
-                    _LOG.error("%s", channel.deadlock)
                 self._cut(channel)
-                self._has_cut = True
+                if not self._has_cut:
+                    self._has_cut = True
+                    _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
+                    self._note_ports(channel)
+                    channel.call_roll()  # some may not have known their connections yet
             return LOOKS_EVERY
         now = time.monotonic()
         if not self._asks_from:
@@ -261,7 +263,7 @@ class Watch:
         places = channel.places()
         stuck = deadlocked(places, channel.global_ranks)
         if channel.rank in stuck:
-            self.ports = [*_connections(channel.files).values()][:_MOST_PORTS]
+            self._note_ports(channel)
             states = {rank: places[rank].state for rank in stuck}
             then, before = self._before
             if states != before:
@@ -276,6 +278,9 @@ class Watch:
         if now - self._asks_from > _TELLS_AFTER and channel.rank == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY
             _LOG.warning("%s", _still_waiting(places, channel.global_ranks, now - self._asks_from))
+
+    def _note_ports(self, channel: Any) -> None:
+        self.ports = [*_connections(channel.files).values()][:_MOST_PORTS]
 
     def _cut(self, channel: Any) -> None:
         """End the connections between this process and those of other ranks: the collective's."""
