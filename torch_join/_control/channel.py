@@ -22,7 +22,7 @@ from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control.deadlock import DEADLOCK, Watch, Where
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
-from torch_join._control.reports import BarrierResult, Health, Status, met_another_way, waited_in_vain
+from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
 
 T = TypeVar("T")
 
@@ -32,7 +32,6 @@ _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
 TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless the user says otherwise
-_TELLS_AFTER = 0.4  # seconds of a wait, after which others hear of it: most have ended by then
 _ANSWER = tuple[bool, Status | None, Where | None]
 _MEETINGS = {
     "barrier": "a step's meeting, where ranks say whether they have a batch,",
@@ -139,16 +138,12 @@ class Channel:
         if self._links.reads_deferred and key not in barriers:
             self.poll()
         if key not in barriers:
-            self._until(lambda: key in barriers, later=self._tell_of_waiting, awaits=("barrier", *key))
+            self._until(lambda: key in barriers, awaits=("barrier", *key))
         else:
             self._links.resume()
         total, notices = barriers.pop(key)
         lines = [self._decode("a notice", line, tuple[int, dict[str, Any]]) for line in notices.splitlines()]
         return BarrierResult(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
-
-    def _tell_of_waiting(self) -> None:
-        with self._links.lock:
-            self._node.come(self._number, self.barrier_number, self._them)
 
     def defer_reads(self) -> None:
         """Note that this rank calls `poll` in a moment, or waits: what comes need not be read before.
@@ -164,23 +159,16 @@ class Channel:
             if self._node.layout.children:  # a rank that passes messages on is ready for more
                 self._links.resume()
 
-    def gather(
-        self,
-        value: T,
-        unless_barrier: bool = False,
-        of: Any = Any,
-        among: tuple[str, Sequence[int]] | None = None,
-    ) -> list[T]:
+    def gather(self, value: T, of: Any = Any, among: tuple[str, Sequence[int]] | None = None) -> list[T]:
         """Meet all ranks, or some, and return every rank's value, by rank; ranks that say the same share one object.
 
         Args:
             value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
-            unless_barrier: Whether to raise, within a second, where another rank comes to the next barrier instead.
             of: The type that all values must be of.
             among: A name that is used once, and the ranks that meet; by default all do.
 
         Raises:
-            JoinError: See `unless_barrier`. Or what was read is no message of a rank, or not of that type.
+            JoinError: What was read is no message of a rank, or not of that type; or ranks wait for each other.
             JoinTypeError: `value` is of no kind that goes over the channel.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
@@ -191,7 +179,7 @@ class Channel:
         else:
             self.before_meeting()
             index, self._gathers = self._gathers, self._gathers + 1
-            values = self._gather(index, data, 0, self._check_nobody_waits_elsewhere if unless_barrier else None)
+            values = self._gather(index, data, 0)
             self._pass_log()
         found: dict[bytes, T] = {}  # often all say the same
         for rank, said in sorted(values.items()):
@@ -199,20 +187,15 @@ class Channel:
                 found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
         return [found[said] for _, said in sorted(values.items())]
 
-    def _gather(self, name: int, data: bytes, them: int, later: Callable[[], None] | None = None) -> dict[int, bytes]:
+    def _gather(self, name: int, data: bytes, them: int) -> dict[int, bytes]:
         key, barriers = (_node.GATHERS | name, them), self._stream.barriers
         with self._links.lock:
             self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
         if them:
             self._some = (*self._some[-7:], name)
-        self._until(lambda: key in barriers, later=later, awaits=("some" if them else "gather", name, them))
+        self._until(lambda: key in barriers, awaits=("some" if them else "gather", name, them))
         _, said = barriers.pop(key)
         return _node.values_of(said)
-
-    def _check_nobody_waits_elsewhere(self) -> None:
-        # One that has met this one here says so later, when all have met.
-        if self._stream.came > self.barrier_number:
-            raise met_another_way(self.global_ranks[self.rank])
 
     # ------------------------------------------------------------ the log, and what is posted
 
@@ -524,7 +507,6 @@ class Channel:
         self,
         ready: Callable[[], bool],
         meanwhile: Callable[[], None] | None = None,
-        later: Callable[[], None] | None = None,
         awaits: tuple[str, int, int] | None = None,
     ) -> None:
         """Wait.
@@ -532,18 +514,14 @@ class Channel:
         Args:
             ready: Until when.
             meanwhile: Called again and again.
-            later: Called again and again after a while.
             awaits: What for: its kind, its number, and who has to come, by bit (nothing: all); see `Where`.
         """
         check: Callable[[], None] | None = None
-        start = time.monotonic()
 
         def look() -> None:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if later is not None and time.monotonic() - start > _TELLS_AFTER:
-                later()
             check = check or self._check(self._known_failure)
             check()
 

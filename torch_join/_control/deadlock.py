@@ -143,8 +143,11 @@ _ORDER = (
     " signal, a callback), where all have to agree on it first"
 )
 _MEETINGS = (
-    "a `return`, or a `break` out of all epochs, on some ranks; something done with all ranks at different steps; two"
-    " loops that ranks go through in another order"
+    "a `return`, or a `break` out of the epochs, at a step that each rank counts for itself, and that is lower where a"
+    " rank has run out of batches (count epochs, or steps in an object with a state_dict that is given to Join); a loop"
+    " that reads ahead of its step (put that inside: join.batches(prefetcher(loader))); a plain `for`, which ranks"
+    " leave at different steps, before something that all do together, as a metric's compute() (use `for batch in"
+    " join.batches(loader)`, which all leave together, or do it after the `with`)"
 )
 
 

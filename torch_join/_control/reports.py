@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch_join._base.errors import JoinError, JoinTimeoutError
+from torch_join._base.errors import JoinTimeoutError
 from torch_join._control.codec import closed
 
 
@@ -53,19 +53,6 @@ class Health(NamedTuple):
 
     answers: dict[int, tuple[bool, Status | None]]
     silent: list[int]
-
-
-def met_another_way(rank: int) -> JoinError:
-    """Return the error of a rank that waits for all where another one has come to the next barrier."""
-    return JoinError(
-        f"Rank {rank} came to something that all ranks do together (a metric's compute(), the"
-        " begin of a loop over join.batches) while another rank is at the end of its `with`, or at a forward"
-        " outside of such a loop. Usual causes: a `return`, or a `break` out of the epochs, at a step that each"
-        " rank counts for itself, and that is lower where a rank has run out of batches (count epochs, or steps"
-        " in an object with a state_dict that is given to Join); a loop that reads ahead of its step (put that"
-        " inside: join.batches(prefetcher(loader))); a plain `for`, which ranks leave at different steps (use"
-        " `for batch in join.batches(loader)`, which all leave together, or do it after the `with`)."
-    )
 
 
 def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:

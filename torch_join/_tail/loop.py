@@ -560,7 +560,7 @@ class LoopDriver(Driver):
         given = self.tail.given if self.begins_with_loop else []
         length, dealt_samples = reader.certain_length(), reader.dealt_samples
         begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples, self._ended
-        said = self.tail_log.channel.gather(begin, not self.in_loop, _BEGIN)
+        said = self.tail_log.channel.gather(begin, of=_BEGIN)
         lengths, hyper, ways, everyone, steps, loops, dealt, ended = zip(*said, strict=True)
         check_not_mixed(ended, self.members.global_ranks)
         if self.begins_with_loop:

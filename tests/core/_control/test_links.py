@@ -495,7 +495,7 @@ def gather_what_cannot_be_sent(rank: int) -> list[int]:
     channel = open_channel()
     if rank == 0:
         with pytest.raises(JoinTypeError):
-            channel.gather(object(), unless_barrier=True)
+            channel.gather(object())
     return channel.gather(rank)
 
 

@@ -34,18 +34,17 @@ def run(nodes: Nodes, programs: list[Program], pick: random.Random) -> None:
             return
 
 
-def everybody(hosts: str, seed: int, program: Callable[[Nodes, int, bool], Program], one_strays: bool = False) -> Nodes:
-    """Have each rank run a program, one of them as a stray; nobody may be left waiting."""
+def everybody(hosts: str, seed: int, program: Callable[[Nodes, int], Program]) -> Nodes:
+    """Have each rank run a program; nobody may be left waiting."""
     pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
     ranks = range(len(nodes.all))
-    stray = pick.choice(ranks) if one_strays else None
     done.clear()
-    run(nodes, [program(nodes, rank, rank == stray) for rank in ranks], pick)
+    run(nodes, [program(nodes, rank) for rank in ranks], pick)
     assert sorted(done) == [*ranks], "somebody waits for ever"
     return nodes
 
 
-def calls(nodes: Nodes, rank: int, _: bool) -> Program:
+def calls(nodes: Nodes, rank: int) -> Program:
     for _time in range(3):
         call, _until = nodes.all[rank].call_roll(0)
         assert call >= 1
@@ -69,43 +68,6 @@ def test_all_call_the_roll_at_once(hosts: str, seconds: float) -> None:
         for source, peer in {way[:2] for way in nodes.sent}:  # the call, which may cross itself, and an answer of each
             both = [way for way in nodes.sent if {*way[:2]} == {source, peer}]
             assert len(both) <= called * (len(nodes.all) + 2)
-
-
-def loops(nodes: Nodes, rank: int, strays: bool) -> Program:
-    """Meet at the end of three loops of a beat each; or wait at the third beat where others meet."""
-    for loop in range(3):
-        if strays and loop == 1:
-            nodes.all[rank].come(0, loop + 2, 0)
-            break
-        have_met = nodes.meet(rank, loop)
-        yield lambda: have_met() or nodes.stream(rank).came > loop + 1  # noqa: B023
-        if not have_met():
-            break
-    done.append(rank)
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_who_waits_for_all_hears_of_a_rank_that_goes_on(hosts: str) -> None:
-    for seed in range(40):
-        everybody(hosts, seed, loops, one_strays=True)
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_all_who_wait_at_a_barrier_say_so_once(hosts: str) -> None:
-    for seed in range(40):
-        pick, nodes = random.Random(seed), Nodes(HOSTS[hosts])
-        some = pick.sample(range(len(nodes.all)), 3)
-        for rank in some:
-            nodes.all[rank].come(0, 7, sum(1 << one for one in some))
-            for _ in range(pick.randrange(8)):
-                nodes.deliver(pick)
-        while nodes.deliver(pick):
-            pass
-        assert set(nodes.sent.values()) == {1}
-        # Whoever does not come to it may wait elsewhere.
-        assert [nodes.stream(rank).came for rank in range(len(nodes.all))] == [
-            7 if rank in some else 0 for rank in range(len(nodes.all))
-        ]
 
 
 def test_who_shares_a_call_waits_for_what_is_under_way() -> None:

@@ -484,7 +484,7 @@ class Counter(Channel):
 
     gathered = 0
 
-    def gather(self, value: Any, unless_barrier: bool = False, of: Any = Any) -> list[Any]:
+    def gather(self, value: Any, of: Any = Any) -> list[Any]:
         self.gathered += 1
         return [value]
 

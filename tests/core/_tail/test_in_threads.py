@@ -36,7 +36,7 @@ def end_late(channel: Channel) -> list[int]:
                 time.sleep(0.6)
             channel.arrive(ranks=[1, 2])
             channel.wait()
-    return channel.gather(channel.rank, unless_barrier=True)
+    return channel.gather(channel.rank)
 
 
 def test_ranks_that_were_active_longer_may_be_late_for_the_next_loop() -> None:

@@ -19,7 +19,7 @@ from torch_join._control._links.stream import ChannelState
 from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
 
-POST, FAIL, CAME, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(10)  # kinds of messages
+POST, FAIL, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(9)  # kinds of messages
 _POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
 # Number, how many have come, bytes of their sum, and of the set of ranks, that follow.
 _BARRIER = struct.Struct("<QIHH")
@@ -113,9 +113,6 @@ class Node:
             self.ask(number, kind, payload)
         elif kind == ANSWER:
             self._pass_answer(number, payload)
-        elif kind == CAME:
-            barrier, _, _, ranks, _ = _unpack(payload)
-            self.come(number, barrier, ranks, peer)
         elif kind == CALL:
             self._answer_call(peer, number, payload)
         elif kind == PLACE:
@@ -166,16 +163,6 @@ class Node:
             stream.keep_until(until, payload[_POST.size : end].decode(), payload[end:])
 
     # ------------------------------------------------------------ what many say to all, once
-
-    def come(self, number: int, barrier: int, ranks: int, source: int | None = None) -> None:
-        """Have all ranks hear that one waits at a barrier for others, if they are to come to it, unless they have."""
-        if (stream := self._stream(number)) is not None:
-            if barrier <= stream.told:  # another rank waits there, too
-                return
-            stream.told = barrier
-            if not ranks or ranks >> self.rank & 1:
-                stream.came = barrier
-        self.pass_on(source, CAME, number, _pack(barrier, 0, 0, ranks, b""))
 
     def call_roll(self, number: int) -> tuple[int, float]:
         """Have all ranks answer, unless they have just been called; return to which call, as in `ChannelState.places`.

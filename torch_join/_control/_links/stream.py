@@ -29,8 +29,6 @@ class ChannelState:
     places: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the last answers, and to which calls, by rank
     calls: int = 0  # how often somebody has asked who is there
     called_at: float = -math.inf  # when this rank heard of the last
-    told: int = 0  # the last barrier of which all have heard that somebody waits there
-    came: int = 0  # the last of these that is this rank's, too
 
     def keep_until(self, record: int, key: str, value: bytes) -> None:
         """Keep a value until this rank passes a record of the log, unless it has."""

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_join._base.membership import MeetingPoint
 from torch_join._base.specs import raw_bytes
 from torch_join._compat.metrics import State, own_states
 from torch_join._control.codec import closed
@@ -43,10 +42,8 @@ class Exchange:
         self._driver, self._metric = driver, metric
         self._states = own_states(metric) if contributes else {}
         schema = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in self._states.items()}
-        plain = driver.meets_at is MeetingPoint.FORWARD and not driver.members.serves
-        self._schemas: list[_Schema | None] = driver.tail_log.channel.gather(
-            schema if contributes else None, plain, _Schema | None
-        )
+        mine = schema if contributes else None
+        self._schemas: list[_Schema | None] = driver.tail_log.channel.gather(mine, of=_Schema | None)
         devices = {spec.device for schema in self._schemas for spec in _specs(schema) if spec.nbytes > 0}
         self._rows = {device: self._all_gather(device) for device in sorted(devices)}
 
