@@ -577,6 +577,9 @@ def lacking_of_engine(engine: Any) -> list[str]:
     return [f"{type(owner).__name__}.{name}" for owner, names in needed for name in names if not hasattr(owner, name)]
 
 
+RECORDED = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")  # what each group has issued
+
+
 @contextmanager
 def deadlock_seconds(seconds: float) -> Iterator[None]:
     """How often a rank looks whether it waits for ever."""

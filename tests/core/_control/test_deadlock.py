@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import deadlock_seconds, issued_collectives, stuck_ranks, where
+from tests.support.inside import RECORDED, deadlock_seconds, issued_collectives, stuck_ranks, where
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
+
+records = pytest.mark.skipif(not RECORDED, reason="this torch's flight recorder knows nothing of gloo")
 
 
 def made(rank: int, lengths: tuple[int, ...], buffers: bool = False) -> tuple[Any, Any, list[Any]]:
@@ -97,6 +99,7 @@ def told(rank: int, program: Callable[[int], None]) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@records
 @pytest.mark.parametrize(
     ("program", "world_size", "said"),
     [
@@ -175,6 +178,7 @@ def recorded(rank: int) -> tuple[int, bool, dict[str, str]]:
     return found
 
 
+@records
 def test_the_recorder_is_as_it_was(workers: Workers) -> None:
     (count, pending, last), other = workers.run(2, recorded)
     assert pending
