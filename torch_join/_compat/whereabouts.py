@@ -8,7 +8,9 @@ they are done. Without it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not re
 import os
 import pickle
 import sys
+import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -100,6 +102,16 @@ def _at(frame: FrameType | None) -> str:
     while frame is not None and (_module(frame).partition(".")[0] in _PASSED or frame.f_code.co_filename[0] == "<"):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def computed(thread: int) -> int:
+    """Return for how many ticks a thread has computed, which stands still as long as it waits; 0 but on Linux."""
+    for each in threading.enumerate():
+        if each.ident == thread:
+            with suppress(OSError):
+                fields = Path(f"/proc/self/task/{each.native_id}/stat").read_text().rpartition(")")[2].split()
+                return int(fields[11]) + int(fields[12])
+    return 0
 
 
 def sequence_numbers() -> dict[str, int]:

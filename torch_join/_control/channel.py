@@ -448,7 +448,8 @@ class Channel:
         step = None if status is None else status.step
         issued, ports = ({}, None) if watch is None else watch.known(numbers)
         synced = ([], 0) if status is None else status.synced
-        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, issued, ports, synced)
+        computed = 0 if kind == "meeting" else _compat.computed(thread)
+        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, issued, ports, synced, computed)
 
     @property
     def files(self) -> frozenset[int]:

@@ -52,6 +52,7 @@ class Where(NamedTuple):
         issued: By group, how many it has issued, whether the last is not done, and the names of the last few.
         ports: Its connections, once they may have to be ended.
         synced: See `Status`.
+        computed: For how long its code has computed, unless it is in a meeting.
     """
 
     kind: str
@@ -65,11 +66,12 @@ class Where(NamedTuple):
     issued: dict[str, tuple[int, bool, dict[str, str]]]
     ports: list[tuple[str, int, str, int]] | None
     synced: tuple[list[tuple[int, bool]], int]
+    computed: int = 0
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is the same as long as it is stuck."""
-        return self.kind, self.what, self.at, self.awaits, self.passed, self.numbers
+        """What is the same as long as it is stuck: a backward that computes is not, whatever else is not done yet."""
+        return self.kind, self.what, self.at, self.awaits, self.passed, self.computed, self.numbers
 
 
 def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:

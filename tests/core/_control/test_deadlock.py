@@ -164,6 +164,29 @@ def test_slow_ranks_are_not_accused(workers: Workers) -> None:
     assert workers.run(3, slow, timeout=300.0, deadline=60.0) == [[]] * 3
 
 
+def computes(rank: int) -> list[str]:
+    """A long backward is none that waits, though what it began before is not done: the other one begins it after."""
+    model, optimizer, batches = made(rank, (2, 2))
+    group, weight = dist.new_group([0, 1]), torch.eye(500, dtype=torch.float64)
+    with deadlock_seconds(0.2), Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(batches)):
+            loss = model(batch).square().mean()
+            product = torch.zeros(500, 500, dtype=torch.float64, requires_grad=True)
+            for _ in range(400 if rank == number == 0 else 0):
+                product = product @ weight
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank == 0 else None
+            (loss + product.sum()).backward()  # of the product first
+            work = work or dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            work.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+    return []
+
+
+def test_who_computes_is_not_accused(workers: Workers) -> None:
+    assert workers.run(2, computes, timeout=300.0, deadline=60.0) == [[]] * 2
+
+
 def recorded(rank: int) -> tuple[int, bool, dict[str, str]]:
     """What torch's flight recorder says of a collective that is not done; the names that are relied on."""
     dist.all_reduce(torch.ones(1))
