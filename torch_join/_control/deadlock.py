@@ -262,7 +262,7 @@ class Watch:
         elif now >= max(called_at, self._asks_from) + self._pause:
             channel.call_roll()
             return _ANSWERS_WITHIN
-        return min(self._pause, LOOKS_EVERY)
+        return _AGAIN / 2  # so that it has looked at one call's answers before the next call
 
     def _judge(self, channel: Any, now: float) -> None:
         places = channel.places()
