@@ -591,7 +591,7 @@ def deadlock_seconds(seconds: float) -> Iterator[None]:
 
 def issued_collectives() -> tuple[int, bool, dict[str, str]]:
     """What is known of this rank's collectives of all ranks."""
-    return (*_whereabouts.issued()["0"],)
+    return (*_whereabouts.issued()["0:gloo"],)
 
 
 def where(
@@ -603,8 +603,8 @@ def where(
 ) -> _deadlock.Where:
     """Where a rank of three is: what it waits for, what it has passed, and what it has issued in the group of all."""
     count, pending, name = issued or (most, False, "")
-    groups = {"0": (count, pending, {str(count): name})} if issued else {}
-    waits = None if awaits is None else (*awaits, [0, 1, 2])
+    groups = {"0:gloo": (count, pending, {str(count): name})} if issued else {}
+    waits = None if awaits is None else (*awaits, 0)
     return _deadlock.Where(kind, kind, "", None, waits, [*passed], "", {"0": count}, groups, None, ([], 0))
 
 

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """A group's collectives, as far as a rank has issued them.
+    """A backend's collectives of a group, as far as a rank has issued them.
 
     Attributes:
         number: How many.
@@ -125,13 +125,17 @@ def sequence_numbers() -> dict[str, int]:
 
 
 def issued() -> dict[str, Issued]:
-    """Return what the recorder knows of each group, by its name. A full one takes 0.1 s, and the interpreter's lock."""
+    """Return what the recorder knows, by a group's name and a backend of it: each numbers its own ("0:gloo").
+
+    A full one takes 0.1 s, and the interpreter's lock.
+    """
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         return {}
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", ()):
         if not entry["is_p2p"]:
-            found.setdefault(entry["process_group"][0], []).append(entry)
+            backend = entry["profiling_name"].partition(":")[0]
+            found.setdefault(f"{entry['process_group'][0]}:{backend}", []).append(entry)
     return {
         name: Issued(
             entries[-1]["collective_seq_id"],

@@ -444,7 +444,7 @@ class Channel:
         if awaits is not None and not awaits[-1]():
             name, number, them, _ = awaits
             kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
-            whom = name, number, [r for r in range(self.world_size) if not them or them >> r & 1]
+            whom = name, number, them
         step = None if status is None else status.step
         issued, ports = ({}, None) if watch is None else watch.known(numbers)
         synced = ([], 0) if status is None else status.synced

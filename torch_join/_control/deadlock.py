@@ -44,12 +44,13 @@ class Where(NamedTuple):
         what: In words.
         at: File and line of the user's code.
         step: The step of the loop, if it is in one.
-        awaits: What it waits for on the channel, the number of that, and of whom.
+        awaits: What it waits for on the channel, the number of that, and of whom, by bit; 0 is all.
         passed: The last barrier that it has come to, how many gathers, how many records of the log, and the last
             gathers of some ranks.
         group: The name of the collective's group.
         numbers: By group, how many collectives it has issued at most.
-        issued: By group, how many it has issued, whether the last is not done, and the names of the last few.
+        issued: By group and backend, how many it has issued, whether the last is not done, and the names of the last
+            few; nothing as long as it is not stuck.
         ports: Its connections, once they may have to be ended.
         synced: See `Status`.
         computed: For how long its code has computed, unless it is in a meeting.
@@ -59,7 +60,7 @@ class Where(NamedTuple):
     what: str
     at: str
     step: int | None
-    awaits: tuple[str, int, list[int]] | None
+    awaits: tuple[str, int, int] | None
     passed: list[int]
     group: str
     numbers: dict[str, int]
@@ -84,15 +85,17 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
     """
     mine = places[rank]
     if mine.kind == "meeting" and mine.awaits is not None:
-        what, number, whom = mine.awaits
-        return {each for each in whom if each != rank and each in places and not _has_come(places[each], what, number)}
+        what, number, them = mine.awaits
+        awaited = (each for each in places if each != rank and (not them or them >> each & 1))
+        return {each for each in awaited if not _has_come(places[each], what, number)}
     if mine.kind not in ("collective", "backward"):
         return set()
     found, members = set(), groups_of_this_rank()
-    for group, (count, pending, last) in mine.issued.items():
+    for backend, (_, pending, _) in mine.issued.items():
+        group, _, _ = backend.partition(":")
         if pending and mine.group in ("", group):
             others = {names.index(name) for name in members.get(group, ()) if name in names}
-            found |= {each for each in others if each in places and _is_behind(places[each], group, count, last)}
+            found |= {each for each in others if each in places and _is_behind(places[each], mine, backend, group)}
     return found - {rank}
 
 
@@ -105,14 +108,14 @@ def _has_come(theirs: Where, what: str, number: int) -> bool:
     return records > number if what == "record" else what == "some" and number in named
 
 
-def _is_behind(theirs: Where, group: str, count: int, last: Mapping[str, str]) -> bool:
-    if theirs.numbers.get(group, 0) < count:
-        return True
-    if group not in theirs.issued:
-        return False
-    issued, _, names = theirs.issued[group]
-    mine, other = last.get(str(count)), names.get(str(count))
-    return issued < count or (mine is not None and other is not None and mine != other)
+def _is_behind(theirs: Where, mine: Where, backend: str, group: str) -> bool:
+    count, _, last = mine.issued[backend]
+    if backend in theirs.issued:
+        issued, _, names = theirs.issued[backend]
+        operation = last.get(str(count))
+        return issued < count or names.get(str(count), operation) != operation
+    # It has issued none, or the recorder has forgotten them. A group of two backends has the number of one of them.
+    return bool(theirs.issued) and theirs.numbers.get(group, count) < count <= mine.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:

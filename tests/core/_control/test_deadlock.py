@@ -241,8 +241,8 @@ CASES: dict[str, tuple[list[Any], dict[int, set[int]]]] = {
     ),
     "a third one waits for these": (
         [
-            where("meeting", ("gather", 3), passed=(0, 4, 0)),
-            where("meeting", ("barrier", 7), passed=(7, 3, 0)),
+            where("meeting", ("gather", 3), passed=(0, 4, 0), issued=(0, False, "")),
+            where("meeting", ("barrier", 7), passed=(7, 3, 0), issued=(0, False, "")),
             where("backward", issued=(1, True, "all_reduce")),
         ],
         {0: {1, 2}, 1: {0, 2}, 2: {0, 1}},
