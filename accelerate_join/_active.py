@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerate_join import _compat
 from torch_join import JoinError
-from torch_join.integration import MeetingPoint, join_rows
+from torch_join.integration import join_rows
 
 _MAIN = 0
 
@@ -113,8 +113,7 @@ class ActiveOperations:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
         mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
         # Over the channel, so that no rank waits for its device.
-        plain = self.driver.meets_at is MeetingPoint.FORWARD and not self.members.serves
-        everyone = self.tail_log.channel.gather(mine, plain, tuple[int, list[int]])
+        everyone = self.tail_log.channel.gather(mine, of=tuple[int, list[int]])
         if any(kinds_there != mine[0] for kinds_there, _ in everyone):
             raise JoinError(
                 f"The tensors to gather differ between the ranks in more than their number of rows: rank"

@@ -21,7 +21,7 @@ class Stopping:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._places, self._step = 0, -1
+        self._places, self._last = 0, -1
         self._asked = (False, False)  # what this rank has asked for, and has to wait with
 
     def agree(self, control: Any, step: int) -> None:
@@ -31,7 +31,7 @@ class Stopping:
             control: Trainer's, which is changed.
             step: Of the optimizer's steps, the last.
         """
-        channel, is_next, self._step = self._channel, step > self._step, step
+        channel, is_next, self._last = self._channel, step > self._last, step
         wants = tuple(bool(getattr(control, name)) for name in _FLAGS)  # as all ranks shall, or this one alone
         if is_next and channel.posted(f"stop/{step - 1}"):
             mine = tuple(map(max, wants, self._asked))

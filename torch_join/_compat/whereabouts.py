@@ -74,8 +74,8 @@ def place_of(thread: int) -> Place:
 
 def _waits_in(inner: FrameType) -> tuple[str, str, str]:
     file, function = inner.f_code.co_filename, inner.f_code.co_name
-    if inner.f_code is _ENGINE:
-        return "backward", "a backward", ""
+    if inner.f_code is _ENGINE:  # elsewhere nobody can tell whether it computes
+        return ("backward" if sys.platform == "linux" else "elsewhere"), "a backward", ""
     if file == _C10D_FILE and function in _COLLECTIVES:
         if inner.f_locals.get("async_op", False):
             return "elsewhere", "", ""

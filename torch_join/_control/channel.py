@@ -159,7 +159,7 @@ class Channel:
             if self._node.layout.children:  # a rank that passes messages on is ready for more
                 self._links.resume()
 
-    def gather(self, value: T, of: Any = Any, among: tuple[str, Sequence[int]] | None = None) -> list[T]:
+    def gather(self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None) -> list[T]:
         """Meet all ranks, or some, and return every rank's value, by rank; ranks that say the same share one object.
 
         Args:

@@ -246,12 +246,14 @@ class Watch:
             return LOOKS_EVERY
         if channel.deadlock:
             if here.kind != "meeting":
+                if not self._has_cut:
+                    with suppress(Exception):  # of a handler of the user's
+                        _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
                 self._cut(channel)
                 if not self._has_cut:
                     self._has_cut = True
-                    _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
                     self._note_ports(channel)
-                    channel.call_roll()  # some may not have known their connections yet
+                    channel.call_roll()  # some may not have known their connections yet, and may say so
             return LOOKS_EVERY
         now = time.monotonic()
         if not self._asks_from:
