@@ -167,6 +167,15 @@ class ModelParticipant(Participant, LoopModel):
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
+        self._sync_buffers(sources)
+
+    def before_handover(self) -> None:
+        # That rank may have come to the lead since the last forward, whose leader has the newest buffers.
+        source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
+        if source != self.members.leader:
+            self._sync_buffers([source, self.members.leader])
+
+    def _sync_buffers(self, sources: list[int]) -> None:
         changed = self._changed_buffers() if sources[1:] and self.members.leads else []
         for source in sources:
             self._shadow.sync_buffers(source)
@@ -361,7 +370,6 @@ class ModelParticipant(Participant, LoopModel):
         self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
         self._shadowed.forget()
-        self._shadowed.buffer_source = source
         self.forwards = self.synced = self.deferred = 0
         self._shadowed.accumulates = accumulates
         self.remember()

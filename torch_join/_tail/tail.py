@@ -203,6 +203,8 @@ class Tail:
         word = left is not None, [] if left is None else left.changed(), sharded
         local = self._audit.local(tail_log.channel)
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
+        for model in tail_log.models():
+            model.before_handover()
         if states := [*stateful(self._objects), *buffers]:
             hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)
         return local
