@@ -176,20 +176,19 @@ class ModelParticipant(Participant, LoopModel):
             self._sync_buffers([source, self.members.leader])
 
     def _sync_buffers(self, sources: list[int]) -> None:
-        changed = self._changed_buffers() if sources[1:] and self.members.leads else []
+        changed = self.changed_buffers() if sources[1:] and self.members.leads else []
+        kept = [(buffer, buffer.detach().clone()) for buffer in changed]
         for source in sources:
             self._shadow.sync_buffers(source)
-            for buffer, its in changed:
+            for buffer, its in kept:
                 buffer.data.copy_(its)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
         # One that inference mode has made counts no versions. Whoever runs a forward in that mode makes it anew.
         self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
-    def _changed_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that this rank has changed since they were noted, each with a copy."""
-        buffers = self.ddp.module.buffers()
-        return [(b, b.detach().clone()) for b in buffers if not is_known(b, self._buffers.get(id(b)))]
+    def changed_buffers(self) -> list[Tensor]:
+        return [b for b in self.ddp.module.buffers() if not is_known(b, self._buffers.get(id(b)))]
 
     def _check_reduction_finished(self) -> None:
         """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
@@ -222,7 +221,7 @@ class ModelParticipant(Participant, LoopModel):
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if self.members.announces or self.driver.meets_at is not MeetingPoint.TOP:
             # Not DDP's own list: a forward may have bound new tensors.
-            self._note_buffers(self.ddp.module.buffers() if _compat.broadcasts_buffers(self.ddp) else ())
+            self._note_buffers(self.ddp.module.buffers())
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:

@@ -229,6 +229,10 @@ class LoopModel:
     def prepare(self) -> None:
         """Do, at the top of a step on every rank, what would wait for all of them later."""
 
+    def changed_buffers(self) -> list[Tensor]:
+        """Return the buffers that this rank has changed since its last forward, or since the top of this step."""
+        return []
+
     def before_handover(self) -> None:
         """See to it that the lowest active rank has the model's newest state; every rank calls this."""
 

@@ -166,7 +166,8 @@ class Tail:
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
         models = self.tail_log.models()
-        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates])
+        changed = [] if at_top else [id(buffer) for model in models for buffer in model.changed_buffers()]
+        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
         untouched = self.early_exit is None or self.early_exit.changed() == []
         self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 

@@ -227,6 +227,32 @@ def test_what_a_forward_computes_from_its_buffers_is_not_named(workers: Workers)
     assert workers.run(2, count_forwards, (2, 4)) == [(4, []), (4, [])]
 
 
+def anneal(rank: int, loop: str, options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Change a buffer before each forward, where the ranks meet; a forward changes one of each rank's own."""
+    net = Net()
+    net.register_buffer("tau", torch.zeros(()))
+    ddp = DistributedDataParallel(net, broadcast_buffers=False)
+    batches: Any = [inputs(0, rank, step) for step in range((2, 4)[rank] if loop == "plain" else 4)]
+    with warned("hand_over_buffers") as said, Join([ddp], **options) as join:
+        for step, x in enumerate(batches if loop == "plain" else join.batches(batches)):
+            net.tau += 1
+            ddp(x).backward()
+            if loop == "break" and step == (1, 3)[rank]:
+                break
+    return int(net.tau), said
+
+
+@pytest.mark.parametrize(("loop", "options"), [("plain", {}), ("break", {"may_break": True})])
+def test_what_a_step_changes_where_the_ranks_meet_is_named(
+    workers: Workers, loop: str, options: dict[str, Any]
+) -> None:
+    (own, said), (last, nothing) = workers.run(2, anneal, loop, options)
+    assert (own, last, nothing) == (2, 4, [])
+    assert len(said) == 1
+    assert "its own model 0 (Net): tau: a step changed" in said[0]
+    assert workers.run(2, anneal, loop, {**options, "hand_over_buffers": True}) == [(4, []), (4, [])]
+
+
 class Growing(nn.Module):
     """Registers buffers as it goes, the same on all ranks of a step."""
 
