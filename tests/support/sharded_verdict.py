@@ -17,7 +17,7 @@ def promised(recipe: Recipe) -> str:
     """Return what the errors match that the documentation promises for such a training."""
     found = [NOTHING]
     if recipe.model == "checkpointed reentrant":
-        found.append("was changed by hand since the last backward")
+        found.append("was changed by hand")
     # FSDP writes zeros where it is frozen, after it has accumulated there; by hand that is not cleared.
     adds_up = recipe.clears != "zero_grad" or recipe.accumulate > 1 or "two backwards" in recipe.loss
     if recipe.model == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and adds_up:
