@@ -176,7 +176,7 @@ class ModelParticipant(Participant, LoopModel):
             self._sync_buffers([source, self.members.leader])
 
     def _sync_buffers(self, sources: list[int]) -> None:
-        changed = self.changed_buffers() if sources[1:] and self.members.leads else []
+        changed = self._unknown_buffers() if sources[1:] and self.members.leads else []
         kept = [(buffer, buffer.detach().clone()) for buffer in changed]
         for source in sources:
             self._shadow.sync_buffers(source)
@@ -187,8 +187,11 @@ class ModelParticipant(Participant, LoopModel):
         # One that inference mode has made counts no versions. Whoever runs a forward in that mode makes it anew.
         self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
-    def changed_buffers(self) -> list[Tensor]:
+    def _unknown_buffers(self) -> list[Tensor]:
         return [b for b in self.ddp.module.buffers() if not is_known(b, self._buffers.get(id(b)))]
+
+    def changed_buffers(self) -> list[Tensor]:
+        return self._unknown_buffers() if self._buffers else []
 
     def _check_reduction_finished(self) -> None:
         """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
@@ -219,9 +222,9 @@ class ModelParticipant(Participant, LoopModel):
             self.tail_log.announce_alone(self.index, "forward", (True, True, [], self._frozen, None), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
-        if self.members.announces or self.driver.meets_at is not MeetingPoint.TOP:
-            # Not DDP's own list: a forward may have bound new tensors.
-            self._note_buffers(self.ddp.module.buffers())
+        notes = self.members.announces or self.driver.meets_at is not MeetingPoint.TOP
+        # Not DDP's own list: a forward may have bound new tensors.
+        self._note_buffers(self.ddp.module.buffers() if notes else ())
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:

@@ -230,7 +230,7 @@ class LoopModel:
         """Do, at the top of a step on every rank, what would wait for all of them later."""
 
     def changed_buffers(self) -> list[Tensor]:
-        """Return the buffers that this rank has changed since its last forward, or since the top of this step."""
+        """Return the buffers that this rank has changed since its last forward, if these were noted there."""
         return []
 
     def before_handover(self) -> None:
