@@ -319,6 +319,7 @@ class Run:
             try:
                 with ExitStack() as self._around_step:
                     self._serve(join)
+                    self._around_step.enter_context(join.before_forward())
                     loss = own(model, inputs, num_items_in_batch, **kwargs)
                     if join.in_tail and self._trainer.args.logging_nan_inf_filter:
                         self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same

@@ -116,7 +116,7 @@ def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
     worst = sorted(wrong, key=lambda name: (name[0].isdigit(), -wrong[name]))[:5]
     said = f"{len(wrong)} values, among them {[(name, wrong[name]) for name in worst]}; warnings: {warnings}"
     idioms = [program.loop, program.loss, *program.extras]
-    if 0 in program.lengths:  # whose rank cannot tell which buffers the model keeps alike itself
+    if any("hand_over_buffers" in text for text in warnings):  # nobody can tell which ones the model keeps alike itself
         idioms.append(program.ddp)
     excuses = [EXCUSED[idiom] for idiom in idioms if idiom in EXCUSED]
     excused = all(any(re.search(excuse, name) for excuse in excuses) for name in wrong)

@@ -44,7 +44,18 @@ class Changing(JoinTrainer):
         return model(**inputs)
 
 
-def train(rank: int, lengths: Lengths, how: str) -> tuple[list[Tensor], list[str]]:
+class Early(Changing):
+    """Changes it before its forward, whose buffers DDP broadcasts."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.change(self.optimizer.optimizer, self.state.global_step)
+        return super().training_step(*args, **kwargs)
+
+
+def train(rank: int, lengths: Lengths, how: str, kind: type[Changing] = Changing) -> tuple[list[Tensor], list[str]]:
     student = Counting(how)
     data = [{"x": row} for step in range(lengths[rank]) for row in rows(rank, step)]
     with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, warned("the ranks differ in") as said:
@@ -52,7 +63,7 @@ def train(rank: int, lengths: Lengths, how: str) -> tuple[list[Tensor], list[str
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=2, num_train_epochs=EPOCHS, save_strategy="no", **options
         )
-        trainer = Changing(student, arguments, train_dataset=data, own_shards=True)
+        trainer = kind(student, arguments, train_dataset=data, own_shards=True)
         trainer.train()
     return student.state(), said
 
@@ -69,3 +80,10 @@ def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: 
     assert all(".calls" in text for text in first[1])
     assert first[1]
     assert not any(said for _, said in others)
+
+
+@pytest.mark.parametrize(("lengths", "how"), [((2, 5), "centre"), ((1, 4, 3), "centre"), ((0, 3), "teacher")])
+def test_a_change_before_the_forward_is_not_lost(workers: Workers, lengths: Lengths, how: str) -> None:
+    expected = reference(how, lengths)[-1]
+    for state, _ in workers.run(len(lengths), train, lengths, how, Early):
+        assert difference(state, expected) < 1e-10

@@ -139,9 +139,10 @@ class Audit:
         if stepped is not None:
             found[2] = {name: said for name, said in found[2].items() if len({said[rank] for rank in stepped}) == 1}
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
-        self._warn(
-            channel, [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
-        )
+        said = [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
+        if self._unsynced is not None and self._unsynced.untold:
+            said.append(_UNTOLD.format(what=", ".join(self._unsynced.untold[:_SHOWN])))
+        self._warn(channel, said)
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
         """Compare, on every rank, at the end of a loop in which no rank has joined before another.
@@ -251,6 +252,11 @@ _ALONE = (
     " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
     " with state_dict and load_state_dict: Join([model, optimizer, it]). (It is unknown whether it is an average where"
     " that rank has not stepped its optimizer before. What is not updated in each step needs none of this.)"
+)
+_UNTOLD = (
+    "In the tail of a loop each rank keeps its own {what}: a step changed them before its forward, where the ranks met,"
+    " so that nobody can tell whether all had the same before it. hand_over_buffers=True says that all ranks are to"
+    " have the same, False that they are not."
 )
 
 

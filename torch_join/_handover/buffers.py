@@ -39,6 +39,7 @@ class UnsyncedBuffers:
 
     Attributes:
         can_tell: Whether more than one rank had trained where they last agreed, or the user has said it.
+        untold: The names of those that a step had changed before its forward, where it was looked at them.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
@@ -49,29 +50,36 @@ class UnsyncedBuffers:
 
     def clear(self) -> None:
         """Forget what there was: a tail is over."""
-        self._seen: dict[str, str] | None = None
+        self._seen: tuple[dict[str, str], list[str]] | None = None  # digests, and what was changed before a forward
         self._alike: set[str] = set()
+        self.untold: list[str] = []
 
-    def look(self, trained: Sequence[nn.Module]) -> None:
+    def look(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
         """Look at what there is, on every rank, where the first ones join.
 
         Args:
             trained: The models that have run a forward with gradients since the last tail.
+            changed: The `id` of each buffer that a step may have changed that not all ranks have.
         """
         self.clear()
         _trained.update(trained)
         if self._unsynced and self._always is None:
-            self._seen = self._digests([model for model, _ in self._unsynced if model in _trained])
+            digests = self._digests([model for model, _ in self._unsynced if model in _trained])
+            own = [(path, its) for path, (m, its) in self._modules().items() if not _compat_state.keeps_statistics(m)]
+            self._seen = digests, [f"{path}.{name}" for path, its in own for name in its if id(its[name]) in changed]
 
     def agree(self, channel: Channel) -> bool:
         """Return whether some are handed over; every rank calls this."""
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
         # Of what nobody else has trained yet nobody can tell.
-        trained = [its for its in channel.gather(self._seen, of=dict[str, str] | None) if its]
+        said = channel.gather(self._seen, of=tuple[dict[str, str], list[str]] | None)
+        trained = [digests for digests, _ in filter(None, said) if digests]
         self.can_tell = len(trained) > 1
         first = trained[0] if self.can_tell else {}
         self._alike = {path for path, digest in first.items() if all(its.get(path) == digest for its in trained)}
+        changed = sorted({name for _, names in filter(None, said) for name in names})
+        self.untold = [name.replace(": .", ": ") for name in changed if name.rpartition(".")[0] not in self._alike]
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:

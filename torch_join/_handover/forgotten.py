@@ -9,8 +9,9 @@ What a loop only reads is the same then as well. What a rank keeps or trains for
 loop makes takes the place of another one, and changes none.
 
 An average that one rank alone keeps cannot be compared. It is noted before the last step of a rank that runs out before
-others, if that step is known, and a module also as the loop begins. If it is another one as that rank runs out, it
-lacks the steps of the tail. A rank that has not stepped its optimizer in between cannot tell; an earlier loop may.
+others, if that step is known, and as the loop begins, where it counts if its tensors stay. If it is another one as that
+rank runs out, it lacks the steps of the tail. A rank that has not stepped its optimizer in between cannot tell; an
+earlier loop may.
 """
 
 import itertools
@@ -53,7 +54,7 @@ class Forgotten:
         self._given = given
         self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
         self._trained: list[int] = []  # of the given models, when it was noted
-        self._begun: dict[str, tuple[weakref.ref[nn.Module], list[int]]] = {}
+        self._begun: dict[str, tuple[list[weakref.ref[Tensor]], list[int]]] = {}
         self._follows: dict[str, bool] = {}  # whether a step has changed what this rank keeps, as far as it is known
         self.clear()
 
@@ -70,8 +71,10 @@ class Forgotten:
         if at_last:
             self._noted, self._trained = noted, self._sums_given()
         else:  # nothing is kept alive for a whole loop
-            modules = [(name, thing, sums) for name, (thing, _, sums) in noted.items() if isinstance(thing, nn.Module)]
-            self._begun = {name: (weakref.ref(module), sums) for name, module, sums in modules}
+            self._begun = {
+                name: ([weakref.ref(tensor) for _, tensor in _tensors(thing, own)], sums)
+                for name, (thing, own, sums) in noted.items()
+            }
         self._found = kept
 
     def leave(self, has_run: bool) -> None:
@@ -85,9 +88,10 @@ class Forgotten:
         self._is_unknown = not has_run or (bool(self._noted) and not stepped)
         for name, (*found, sums) in self._noted.items() if stepped else ():
             self._follows[name] = self._follows.get(name, False) or self._sums(*found) != sums
-        for name, (module, sums) in self._begun.items():
-            thing, own = self._found.get(name, (None, set()))
-            if thing is not None and thing is module() and self._sums(thing, own) != sums:
+        for name, (before, sums) in self._begun.items():
+            thing, own = self._found.get(name, ((), set()))
+            in_place = [id(each()) for each in before] == [id(tensor) for _, tensor in _tensors(thing, own)]
+            if in_place and self._sums(thing, own) != sums:
                 self._follows[name] = True
         self._noted, self._begun = {}, {}
 

@@ -289,6 +289,10 @@ class Lockstep:
         self._has_trained = True
         return self.driver.step(self.active_ranks) if self.in_tail else nullcontext()
 
+    def before_forward(self) -> AbstractContextManager[None]:
+        """Put around what an active rank's step does before its forward, in the tail."""
+        return nullcontext()
+
     def shadow_forward(self) -> Tensor:
         """Run a joined rank's counterpart of a forward, and serve until the active ranks are done with theirs.
 

@@ -16,6 +16,7 @@ from torch_join._compat import ddp as _compat
 from torch_join._compat import groups as _compat_groups
 from torch_join._compat.modules import weight_hooks
 from torch_join._compat.optimizer_state import is_sharded
+from torch_join._handover.mirror import is_known, known
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.model_participant import LockstepModelParticipant
 from torch_join._lockstep.step_driver import StepDriver
@@ -107,6 +108,16 @@ class LockstepJoin(Lockstep):
                     yield
             finally:
                 inside.remove()
+
+    @contextmanager
+    def before_forward(self) -> Iterator[None]:
+        # DDP is about to broadcast rank 0's buffers, which may have no part in this step.
+        ddp, inner = self._shadow.ddp, self._shadow.inner
+        broadcasts = self.in_tail and ddp.require_forward_param_sync and _compat.broadcasts_buffers(ddp)
+        before = {id(b): known(b) for b in inner.buffers() if not b.is_inference()} if broadcasts else {}
+        yield
+        if before and not all(is_known(b, before.get(id(b))) for b in inner.buffers()):
+            self._model.give_buffers()
 
     def shadow_forward(self) -> Tensor:
         for compute in weight_hooks(self._shadow.inner):

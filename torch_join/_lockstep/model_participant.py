@@ -26,7 +26,12 @@ class LockstepModelParticipant(Participant):
         has_frozen: Whether this step has frozen or unfrozen parameters, on a joined rank.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {**Pieces.kinds, "buffers": list[Buffer], "frozen": list[int]}
+    kinds: ClassVar[dict[str, Any]] = {
+        **Pieces.kinds,
+        "buffers": list[Buffer],
+        "given": list[Buffer] | None,
+        "frozen": list[int],
+    }
     in_pieces = True
 
     def __init__(self, driver: Driver, index: int, shadow: ModelShadow) -> None:
@@ -62,6 +67,12 @@ class LockstepModelParticipant(Participant):
         if broadcasts and (news := self.shadow.news.since(self.shadow.inner)) is not None:
             self.has_news = True
             self.announce("buffers", news)
+
+    def give_buffers(self) -> None:
+        """Give all ranks those that the step has changed before its forward; each active rank calls this."""
+        self.announce("given", self.shadow.news.since(self.shadow.inner))
+        with self.tail_log.own_collectives():
+            self.shadow.sync_buffers(self.members.leader)
 
     @contextmanager
     def backward_in_pieces(self) -> Iterator[None]:
@@ -104,5 +115,8 @@ class LockstepModelParticipant(Participant):
             self.has_frozen = True
             self.shadow.freeze(payload)
         else:
-            self.has_news = True
             take(payload, self.shadow.inner, self.shadow.parameters[0].device)
+            if kind == "given":
+                self.shadow.sync_buffers(self.members.leader)
+            else:
+                self.has_news = True

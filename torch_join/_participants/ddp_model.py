@@ -169,20 +169,31 @@ class ModelParticipant(Participant, LoopModel):
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
-        changed = self._changed_buffers() if sources[1:] and self.members.leads else []
+        self._sync_buffers(sources)
+
+    def before_handover(self) -> None:
+        # That rank may have come to the lead since the last forward, whose leader has the newest buffers.
+        source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
+        if source != self.members.leader:
+            self._sync_buffers([source, self.members.leader])
+
+    def _sync_buffers(self, sources: list[int]) -> None:
+        changed = self._unknown_buffers() if sources[1:] and self.members.leads else []
+        kept = [(buffer, buffer.detach().clone()) for buffer in changed]
         for source in sources:
             self._shadow.sync_buffers(source)
-            for buffer, its in changed:
+            for buffer, its in kept:
                 buffer.data.copy_(its)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
         # One that inference mode has made counts no versions. Whoever runs a forward in that mode makes it anew.
         self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
-    def _changed_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that this rank has changed since they were noted, each with a copy."""
-        buffers = self.ddp.module.buffers()
-        return [(b, b.detach().clone()) for b in buffers if not is_known(b, self._buffers.get(id(b)))]
+    def _unknown_buffers(self) -> list[Tensor]:
+        return [b for b in self.ddp.module.buffers() if not is_known(b, self._buffers.get(id(b)))]
+
+    def changed_buffers(self) -> list[Tensor]:
+        return self._unknown_buffers() if self._buffers else []
 
     def _check_reduction_finished(self) -> None:
         """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
@@ -213,9 +224,9 @@ class ModelParticipant(Participant, LoopModel):
             self.tail_log.announce_alone(self.index, "forward", (True, True, [], self._frozen, None), hold=True)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
-        if self.members.announces or self.driver.meets_at is not MeetingPoint.TOP:
-            # Not DDP's own list: a forward may have bound new tensors.
-            self._note_buffers(self.ddp.module.buffers() if _compat.broadcasts_buffers(self.ddp) else ())
+        notes = self.members.announces or self.driver.meets_at is not MeetingPoint.TOP
+        # Not DDP's own list: a forward may have bound new tensors.
+        self._note_buffers(self.ddp.module.buffers() if notes else ())
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
@@ -363,7 +374,6 @@ class ModelParticipant(Participant, LoopModel):
         self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
         self._shadowed.forget()
-        self._shadowed.buffer_source = source
         self.forwards = self.synced = self.deferred = 0
         self._shadowed.accumulates = accumulates
         self.remember()

@@ -237,6 +237,13 @@ class LoopModel:
     def prepare(self) -> None:
         """Do, at the top of a step on every rank, what would wait for all of them later."""
 
+    def changed_buffers(self) -> list[Tensor]:
+        """Return the buffers that this rank has changed since its last forward, if these were noted there."""
+        return []
+
+    def before_handover(self) -> None:
+        """See to it that the lowest active rank has the model's newest state; every rank calls this."""
+
 
 class Participant:
     """One of the things given to `Join`, on this rank.

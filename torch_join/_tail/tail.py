@@ -166,7 +166,8 @@ class Tail:
     def _look(self, at_top: bool) -> None:
         """Look at what there is, on every rank, where the first ones join."""
         models = self.tail_log.models()
-        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates])
+        changed = [] if at_top else [id(buffer) for model in models for buffer in model.changed_buffers()]
+        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
         untouched = self.early_exit is None or self.early_exit.changed() == []
         self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 
@@ -203,6 +204,8 @@ class Tail:
         word = left is not None, [] if left is None else left.changed(), sharded
         local = self._audit.local(tail_log.channel)
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
+        for model in tail_log.models():
+            model.before_handover()
         if states := [*stateful(self._objects), *buffers]:
             hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)
         return local

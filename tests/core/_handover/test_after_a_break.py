@@ -364,3 +364,25 @@ def train_on(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 )
 def test_what_may_be_changed_is_no_drift(workers: Workers, lengths: Lengths, stops: Lengths, how: str) -> None:
     assert not any(workers.run(len(lengths), evaluate, lengths, stops, how))
+
+
+def normalize(rank: int) -> tuple[Tensor, int]:
+    net = nn.BatchNorm1d(3).double()
+    ddp = DistributedDataParallel(net)
+    with Join([ddp]) as join:
+        for step, x in enumerate(join.batches([batch(rank, s) for s in range(2 + rank)])):
+            if step == 2:
+                net.num_batches_tracked += 10  # type: ignore[operator]
+                break
+            ddp(x).square().sum().backward()
+    return net.running_mean, int(net.num_batches_tracked)  # type: ignore[return-value, arg-type]
+
+
+def test_buffers_that_ddp_broadcasts_are_those_of_the_last_forward(workers: Workers) -> None:
+    """Rank 1 alone comes to another step, and leaves it before its forward: rank 0 has the newest ones."""
+    expected = nn.BatchNorm1d(3).double()
+    for step in range(2):
+        expected(batch(0, step))
+    for mean, count in workers.run(2, normalize):
+        assert difference([mean], [expected.running_mean]) == 0
+        assert count == 12

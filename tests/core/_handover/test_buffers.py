@@ -227,6 +227,42 @@ def test_what_a_forward_computes_from_its_buffers_is_not_named(workers: Workers)
     assert workers.run(2, count_forwards, (2, 4)) == [(4, []), (4, [])]
 
 
+def anneal(rank: int, loop: str, options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Change a buffer before each forward, where the ranks meet; a forward changes one of each rank's own."""
+    net = Net()
+    net.register_buffer("tau", torch.zeros(()))
+    net.own = nn.Module()
+    net.own.register_buffer("mine", torch.zeros(2))
+    net.register_forward_hook(lambda net, *_: net.own.register_buffer("mine", net.own.mine + rank + 1))
+    ddp = DistributedDataParallel(net, broadcast_buffers=False)
+    with warned("hand_over_buffers") as said, Join([ddp], **options) as join:
+        for lengths in ((2, 4), (0, 2)) if loop == "zip" else ((4, 4) if loop == "break" else (2, 4),):
+            batches: Any = [inputs(0, rank, step) for step in range(lengths[rank])]
+            walk = batches if loop == "plain" else join.batches(batches)
+            for step, x in zip(range(len(batches)), walk, strict=False) if loop == "zip" else enumerate(walk):
+                net.tau += 1
+                ddp(x).backward()
+                if loop == "break" and step == (1, 3)[rank]:
+                    break
+    return int(net.tau), said
+
+
+@pytest.mark.parametrize(("loop", "options"), [("plain", {}), ("break", {"may_break": True})])
+def test_what_a_step_changes_where_the_ranks_meet_is_named(
+    workers: Workers, loop: str, options: dict[str, Any]
+) -> None:
+    (own, said), (last, nothing) = workers.run(2, anneal, loop, options)
+    assert (own, last, nothing) == (2, 4, [])
+    assert len(said) == 1
+    assert "its own model 0 (Net): tau: a step changed" in said[0]
+    assert "mine" not in said[0]
+    assert workers.run(2, anneal, loop, {**options, "hand_over_buffers": True}) == [(4, []), (4, [])]
+
+
+def test_what_it_changes_where_all_look_at_its_top_is_handed_over(workers: Workers) -> None:
+    assert workers.run(2, anneal, "zip", {}) == [(6, []), (6, [])]
+
+
 class Growing(nn.Module):
     """Registers buffers as it goes, the same on all ranks of a step."""
 

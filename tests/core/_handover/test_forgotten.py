@@ -167,9 +167,12 @@ def keep_on_one(rank: int, kind: str, keeper: int, lengths: list[int], options: 
     average: Any = None
     if rank == keeper:
         average = Shadow(model) if kind == "an object" else copy.deepcopy(model)
+        if kind == "stream, a dict":
+            average = {name: p.detach().clone() for name, p in model.named_parameters()}
     with warned("average") as said, Join([ddp, optimizer], **options) as join:
         batches: Any = [torch.randn(3, 4) for _ in range(lengths[rank])]
-        for x in batches if kind == "plain for" else join.batches(iter(batches) if kind == "stream" else batches):
+        streams = kind.startswith("stream")
+        for x in batches if kind == "plain for" else join.batches(iter(batches) if streams else batches):
             ddp(x).square().mean().backward()
             if kind == "windows" and join.step % 2 == 0:
                 continue
@@ -182,6 +185,8 @@ def keep_on_one(rank: int, kind: str, keeper: int, lengths: list[int], options: 
                     kind == "at times" and join.step % 3 == 1
                 ):
                     follow(average.parameters(), model)
+                elif kind == "stream, a dict":
+                    follow(average.values(), model)
                 elif kind == "the best so far":
                     average = copy.deepcopy(model)
     return said
@@ -215,6 +220,7 @@ def test_an_average_that_one_rank_alone_keeps_is_named(
         ("windows", [1, 4], "unknown"),  # no step with its only batch
         ("at times", [4, 6], "changed"),  # not by its last step
         ("stream", [2, 4], "changed"),  # nobody knows which one is the last
+        ("stream, a dict", [2, 4], "changed"),
         ("plain for", [2, 4], "changed"),
     ],
 )
@@ -222,7 +228,7 @@ def test_so_it_is_where_the_last_step_shows_nothing(workers: Workers, kind: str,
     said, nothing = workers.run(2, keep_on_one, kind, 0, lengths, {})
     assert nothing == []
     assert len(said) == 1
-    assert re.search(rf"keep it: average \(Sequential\) in keep_on_one\(\), .* \({what} on rank 0, missing", said[0])
+    assert re.search(rf"keep it: average (\(Sequential\) )?in keep_on_one\(\), .* \({what} on rank 0, missing", said[0])
 
 
 @pytest.mark.parametrize(("kind", "keeper"), [("a model", 1), ("the best so far", 0), ("only read", 0)])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import weighted
 from torch_join._compat import fsdp as _compat
+from torch_join._compat.ddp import local_part
 from torch_join._compat.fsdp import Fsdp1State, HandleTrainingState
 from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 
@@ -281,9 +282,9 @@ class FlatParamUnit:
 
     def zeros(self) -> Tensor:
         """Return a gradient of the shard."""
-        return torch.zeros_like(self._handle.flat_param._local_shard)
+        return torch.zeros_like(local_part(self._handle.flat_param))
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the shard."""
-        return self._handle.flat_param._local_shard.shape  # type: ignore[no-any-return]
+        return local_part(self._handle.flat_param).shape
