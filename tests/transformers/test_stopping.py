@@ -1,6 +1,7 @@
 """A callback of one rank that stops: all stop together, at the same step."""
 
 import tempfile
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from accelerate_join.transformers import JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.inside import deadlock_seconds
 from tests.support.step_changes import Student, rows
 from tests.support.warned import warned
 from tests.support.workers import Workers
@@ -24,14 +26,16 @@ class Trains(JoinTrainer):
 class Stops(TrainerCallback):
     """Asks at a place of some ranks' for the end of the epoch, or of training."""
 
-    def __init__(self, asks: bool, place: str, flag: str) -> None:
-        self.asks, self.place, self.flag = asks, place, flag
+    def __init__(self, asks: bool, place: str, flag: str, is_late: bool) -> None:
+        self.asks, self.place, self.flag, self.is_late = asks, place, flag, is_late
 
     def _ask(self, control: Any, asks: bool) -> None:
         if self.asks and asks:
             setattr(control, self.flag, True)
 
     def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        if self.is_late and state.global_step == 2:
+            time.sleep(1.0)  # the others have answered, and wait for who asks in their next backward
         self._ask(control, self.place == "step" and state.global_step == 2)
 
     def on_evaluate(self, _: Any, state: Any, control: Any, **__: Any) -> None:
@@ -66,9 +70,10 @@ def train(rank: int, asking: tuple[int, ...], place: str, flag: str, streams: bo
             train_dataset=Stream(data) if streams else data,
             eval_dataset=data,
             own_shards=True,
-            callbacks=[Stops(rank in asking, place, flag)],
+            callbacks=[Stops(rank in asking, place, flag, is_late=rank == 2)],
         )
-        trainer.train()
+        with deadlock_seconds(0.1):
+            trainer.train()
     return trainer.state.global_step, student.state(), len(said)
 
 

@@ -288,7 +288,8 @@ class Channel:
         """
         asked = {rank: self._ask(_node.ASK, rank, key, 0) for rank in ranks}
         answers = self._stream.answers
-        self._until(lambda: all(number in answers for number in asked.values()), awaits=("ask", 0, _bits(ranks)))
+        for rank, number in asked.items():
+            self._until(lambda: number in answers, awaits=("ask", 0, 1 << rank))  # noqa: B023
         return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
 
     def add(self, key: str, number: int) -> int:
