@@ -134,7 +134,8 @@ class Run:
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
-        self.stopping = Stopping(self.channel)
+        runs_ahead = trainer.args.device.type != "cpu" and not trainer.args.logging_nan_inf_filter
+        self.stopping = Stopping(self.channel, trainer.args.device if runs_ahead else None)
         chosen = trainer.join_options
         self.driver = StepDriver(self.channel, chosen, _rows_of)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
@@ -160,6 +161,7 @@ class Run:
             (trainer.accelerator, "backward", self._backward),
             (trainer.accelerator, "pad_across_processes", self._pad),
             (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
+            (trainer.callback_handler, "on_substep_end", self._on_substep_end),
             (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
             (trainer.callback_handler, "on_log", self._on_log),
         ):
@@ -205,6 +207,12 @@ class Run:
     def _on_epoch_begin(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         control = own(*args, **kwargs)
         self._begins[True] = True
+        self.stopping.begin_epoch()
+        return control
+
+    def _on_substep_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        control = own(*args, **kwargs)
+        self.stopping.hold(control)
         return control
 
     def _on_epoch_end(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,8 @@
 import warnings
 from typing import Any
 
+import torch
+
 from torch_join.integration import Channel, name_ranks
 
 _FLAGS = ("should_epoch_stop", "should_training_stop")
@@ -17,12 +19,24 @@ class Stopping:
 
     Args:
         channel: The ranks' channel.
+        device: The accelerator to wait for at each step, if Trainer does not: else a rank could be several steps ahead.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, device: torch.device | None) -> None:
+        self._channel, self._device = channel, device
         self._places, self._last = 0, -1
+        self._held = [False, False]  # what was asked amid an accumulation
         self._asked = (False, False)  # what this rank has asked for, and has to wait with
+
+    def begin_epoch(self) -> None:
+        """Forget what was asked of an epoch that is over."""
+        self._asked = False, self._asked[1]
+
+    def hold(self, control: Any) -> None:
+        """Have what is asked amid an accumulation wait for its end, where all ranks look at it."""
+        for place, flag in enumerate(_FLAGS):
+            self._held[place] |= bool(getattr(control, flag))
+            setattr(control, flag, False)
 
     def agree(self, control: Any, step: int) -> None:
         """Have the flags be the same on all ranks, each of which calls this at the same places.
@@ -31,8 +45,13 @@ class Stopping:
             control: Trainer's, which is changed.
             step: Of the optimizer's steps, the last.
         """
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
         channel, is_next, self._last = self._channel, step > self._last, step
-        wants = tuple(bool(getattr(control, name)) for name in _FLAGS)  # as all ranks shall, or this one alone
+        for flag, held in zip(_FLAGS, self._held, strict=True):
+            setattr(control, flag, getattr(control, flag) or held)
+        self._held = [False, False]
+        wants = tuple(bool(getattr(control, name)) for name in _FLAGS)
         if is_next and channel.posted(f"stop/{step - 1}"):
             mine = tuple(map(max, wants, self._asked))
             everyone = channel.gather(mine, of=tuple[bool, bool])

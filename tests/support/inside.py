@@ -589,9 +589,10 @@ def deadlock_seconds(seconds: float) -> Iterator[None]:
         yield
 
 
-def issued_collectives() -> tuple[int, bool, dict[str, str]]:
-    """What is known of this rank's collectives of all ranks."""
-    return (*_whereabouts.issued()["0:gloo"],)
+def issued_collectives() -> tuple[int, dict[str, str], tuple[str, int, str] | None]:
+    """What is known of this rank's collectives of all ranks: how many, the last few, and the one that is pending."""
+    found = _whereabouts.issued(threading.get_ident())
+    return *found.last["0:gloo"], found.pending
 
 
 def where(
@@ -602,10 +603,11 @@ def where(
     most: int = 0,
 ) -> _deadlock.Where:
     """Where a rank of three is: what it waits for, what it has passed, and what it has issued in the group of all."""
-    count, pending, name = issued or (most, False, "")
-    groups = {"0:gloo": (count, pending, {str(count): name})} if issued else {}
+    count, is_pending, name = issued or (most, False, "")
+    groups = {"0:gloo": (count, {str(count): name})} if issued else {}
+    pending = ("0:gloo", count, name) if is_pending else None
     waits = None if awaits is None else (*awaits, 0)
-    return _deadlock.Where(kind, kind, "", None, waits, [*passed], "", {"0": count}, groups, None, ([], 0))
+    return _deadlock.Where(kind, kind, "", None, waits, [*passed], "", {"0": count}, groups, pending, None, ([], 0))
 
 
 def stuck_ranks(places: Sequence[_deadlock.Where]) -> dict[int, set[int]]:

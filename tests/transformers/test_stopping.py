@@ -38,6 +38,11 @@ class Stops(TrainerCallback):
             time.sleep(1.0)  # the others have answered, and wait for who asks in their next backward
         self._ask(control, self.place == "step" and state.global_step == 2)
 
+        self._ask(control, self.place == "last step" and state.global_step == 5)
+
+    def on_substep_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        self._ask(control, self.place == "substep" and state.global_step == 1)
+
     def on_evaluate(self, _: Any, state: Any, control: Any, **__: Any) -> None:
         self._ask(control, self.place == "evaluate" and state.global_step == 2)
 
@@ -59,6 +64,8 @@ def train(rank: int, asking: tuple[int, ...], place: str, flag: str, streams: bo
     data = [{"x": row} for step in range((5, 3, 4)[rank]) for row in rows(rank, step)]
     with accelerator_of(rank), tempfile.TemporaryDirectory() as folder, warned("All ranks stop at step") as said:
         options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        if place == "substep":
+            options |= {"gradient_accumulation_steps": 2}
         if place == "evaluate":
             options |= {"eval_strategy": "steps", "eval_steps": 1}
         arguments = TrainingArguments(
@@ -84,6 +91,8 @@ def train(rank: int, asking: tuple[int, ...], place: str, flag: str, streams: bo
         ((2, 1), "step", "should_training_stop", True, 3),
         ((0, 1, 2), "step", "should_training_stop", False, 2),
         ((1,), "step", "should_epoch_stop", False, 3 + 5 + 5),
+        ((1,), "last step", "should_epoch_stop", False, 15),
+        ((0,), "substep", "should_training_stop", False, 3),
         ((0, 2), "evaluate", "should_training_stop", False, 3),
         ((2,), "epoch", "should_training_stop", False, 6),
     ],
@@ -95,4 +104,4 @@ def test_all_ranks_stop_where_some_ask(
     for each in (first, *others):
         assert each[0] == steps
         assert all(torch.equal(a, b) for a, b in zip(each[1], first[1], strict=True))
-    assert first[2] == (len(asking) < 3)
+    assert first[2] == (len(asking) < 3 and place != "last step")

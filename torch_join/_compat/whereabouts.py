@@ -8,8 +8,8 @@ they are done. Without it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not re
 import os
 import pickle
 import sys
-import threading
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -50,17 +50,16 @@ class Place(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """A backend's collectives of a group, as far as a rank has issued them.
+    """A rank's collectives.
 
     Attributes:
-        number: How many.
-        pending: Whether the last of them is not done.
-        last: The names of the last few, by their number.
+        last: By a group's name and a backend of it, each of which numbers its own ("0:gloo"): the last number, and the
+            names of the last few.
+        pending: The last one that a thread has issued, if it is not done: whose, its number and its name.
     """
 
-    number: int
-    pending: bool
-    last: dict[str, str]
+    last: dict[str, tuple[int, dict[str, str]]]
+    pending: tuple[str, int, str] | None
 
 
 def place_of(thread: int) -> Place:
@@ -104,13 +103,11 @@ def _at(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def computed(thread: int) -> int:
-    """Return for how many ticks a thread has computed, which stands still as long as it waits; 0 but on Linux."""
-    for each in threading.enumerate():
-        if each.ident == thread:
-            with suppress(OSError):
-                fields = Path(f"/proc/self/task/{each.native_id}/stat").read_text().rpartition(")")[2].split()
-                return int(fields[11]) + int(fields[12])
+def computed(native: int) -> int:
+    """Return for how many ticks a thread (by its native id) has computed; it stands still as long as that waits."""
+    with suppress(OSError):
+        fields = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
     return 0
 
 
@@ -124,26 +121,32 @@ def sequence_numbers() -> dict[str, int]:
     return numbers
 
 
-def issued() -> dict[str, Issued]:
-    """Return what the recorder knows, by a group's name and a backend of it: each numbers its own ("0:gloo").
+def issued(thread: int) -> Issued:
+    """Return what the recorder knows. A full one takes 0.1 s, and the interpreter's lock.
 
-    A full one takes 0.1 s, and the interpreter's lock.
+    Args:
+        thread: Whose last collective may be pending; those of other threads are none that it waits for.
     """
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
-        return {}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for entry in pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", ()):
-        if not entry["is_p2p"]:
-            backend = entry["profiling_name"].partition(":")[0]
-            found.setdefault(f"{entry['process_group'][0]}:{backend}", []).append(entry)
-    return {
-        name: Issued(
-            entries[-1]["collective_seq_id"],
-            not entries[-1]["retired"],
-            {str(each["collective_seq_id"]): each["profiling_name"].rpartition(":")[2] for each in entries[-_LAST:]},
-        )
-        for name, entries in found.items()
-    }
+        return Issued({}, None)
+    found: dict[str, dict[str, str]] = {}
+    last: dict[str, int] = {}
+    pending: tuple[str, int, str] | None = None
+    entries = pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", ())
+    for entry in sorted(entries, key=itemgetter("record_id")):
+        if entry["is_p2p"]:
+            continue
+        backend, _, name = entry["profiling_name"].partition(":")
+        whose, number = f"{entry['process_group'][0]}:{backend}", entry["collective_seq_id"]
+        found.setdefault(whose, {})[str(number)] = name
+        if entry.get("thread_id") == str(thread):
+            pending = None if entry["retired"] else (whose, number, name)
+        last[whose] = number  # of the newest group of that name
+    return Issued({whose: (number, _last(found[whose], number)) for whose, number in last.items()}, pending)
+
+
+def _last(names: dict[str, str], number: int) -> dict[str, str]:
+    return {str(each): names[str(each)] for each in range(number - _LAST, number + 1) if str(each) in names}
 
 
 def store_port() -> int:

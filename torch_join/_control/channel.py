@@ -20,7 +20,7 @@ from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
-from torch_join._control.deadlock import DEADLOCK, Watch, Where
+from torch_join._control.deadlock import DEADLOCK, Lookout, Watch, Where
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
 from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
 
@@ -38,7 +38,7 @@ _MEETINGS = {
     "gather": "a meeting of all ranks (the begin or the end of a loop or of a `with`, something done together)",
     "some": "a meeting of the ranks that have batches left",
     "record": "the tail of a loop, in which it has no batch and follows the others,",
-    "ask": "a collective that comes after its own last batch",
+    "ask": "a question to others: whether they come to the same, in a step that is its last, or stop",
 }
 
 
@@ -57,6 +57,7 @@ class Channel:
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
         suspect: Called again and again in a wait for others, which ends with what it raises.
+        thread: The thread that waits here, or may.
         looks_every: Seconds of a wait between two such calls, each of which comes after a look at the processes.
         before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
             put off.
@@ -83,7 +84,7 @@ class Channel:
             None  # what, its number, of whom, whether it came
         )
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
-        self._thread = threading.get_ident()  # that waits, or may
+        self.thread, self._native = threading.get_ident(), threading.get_native_id()  # that waits, or may
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: JoinError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
@@ -91,7 +92,10 @@ class Channel:
         # Weakly, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
-        self._watch = Watch(self) if self.world_size > 1 else None
+        self.lookout = Lookout()
+        if self.world_size > 1:
+            tree.channels[self._number] = weakref.ref(self)
+            tree.watch = tree.watch or Watch(tree)
 
     # ------------------------------------------------------------ meetings
 
@@ -226,8 +230,8 @@ class Channel:
         self._pass_log()  # what belongs to this record is still to be read when it has come
         self._is_awake = True
         try:
-            leader = 1 << status.leader if (status := self.status()) is not None else 0
-            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, leader))
+            leader = self.rank if (status := self.status()) is None else status.leader  # of whom nobody is certain
+            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 1 << leader))
         finally:
             self._is_awake = False
         self.records += 1
@@ -438,8 +442,8 @@ class Channel:
 
     def where(self) -> Where:
         """Return where this rank is."""
-        thread, awaits, watch, status = self._thread, self._awaits, self._watch, self.status()
-        numbers, place = _compat.sequence_numbers(), _compat.place_of(thread)
+        awaits, status = self._awaits, self.status()
+        numbers, place = _compat.sequence_numbers(), _compat.place_of(self.thread)
         passed = [self.barrier_number, self._gathers, self.records, *self._some]
         kind, what, whom = place.kind, place.what, None
         if awaits is not None and not awaits[-1]():
@@ -447,10 +451,10 @@ class Channel:
             kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
             whom = name, number, them
         step = None if status is None else status.step
-        issued, ports = ({}, None) if watch is None else watch.known(numbers)
+        issued, ports = self.lookout.known(numbers)
         synced = ([], 0) if status is None else status.synced
-        computed = 0 if kind == "meeting" else _compat.computed(thread)
-        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, issued, ports, synced, computed)
+        computed = 0 if kind == "meeting" else _compat.computed(self._native)
+        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, *issued, ports, synced, computed)
 
     @property
     def files(self) -> frozenset[int]:
@@ -497,8 +501,7 @@ class Channel:
         if meets:
             self.gather(None)
         self._stream.place = no_place
-        if self._watch is not None:
-            self._watch.end()
+        self._tree.channels.pop(self._number, None)
         self._tree.part()  # with what was said of a failure, before the process may end
         if self.world_size > 1:  # else others may share it
             self._end()
@@ -527,7 +530,7 @@ class Channel:
             check = check or self._check(self._known_failure)
             check()
 
-        self._waits, self._thread = True, threading.get_ident()
+        self._waits, self.thread, self._native = True, threading.get_ident(), threading.get_native_id()
         self._awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
         try:
             self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)

@@ -28,8 +28,8 @@ _AGAIN = 2.0  # seconds between two answers that must be the same
 _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
-_ENDS_WITHIN = 1.0
 _MOST_PORTS = 512
+NOTHING = _compat.Issued({}, None)
 DEADLOCK = "These ranks wait for each other for ever: "
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # this end, and the other one
@@ -49,8 +49,8 @@ class Where(NamedTuple):
             gathers of some ranks.
         group: The name of the collective's group.
         numbers: By group, how many collectives it has issued at most.
-        issued: By group and backend, how many it has issued, whether the last is not done, and the names of the last
-            few; nothing as long as it is not stuck.
+        issued: See `Issued.last`; nothing as long as it is not stuck.
+        pending: See `Issued.pending`.
         ports: Its connections, once they may have to be ended.
         synced: See `Status`.
         computed: For how long its code has computed, unless it is in a meeting.
@@ -64,7 +64,8 @@ class Where(NamedTuple):
     passed: list[int]
     group: str
     numbers: dict[str, int]
-    issued: dict[str, tuple[int, bool, dict[str, str]]]
+    issued: dict[str, tuple[int, dict[str, str]]]
+    pending: tuple[str, int, str] | None
     ports: list[tuple[str, int, str, int]] | None
     synced: tuple[list[tuple[int, bool]], int]
     computed: int = 0
@@ -88,15 +89,13 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
         what, number, them = mine.awaits
         awaited = (each for each in places if each != rank and (not them or them >> each & 1))
         return {each for each in awaited if not _has_come(places[each], what, number)}
-    if mine.kind not in ("collective", "backward"):
+    if mine.kind not in ("collective", "backward") or mine.pending is None:
         return set()
-    found, members = set(), groups_of_this_rank()
-    for backend, (_, pending, _) in mine.issued.items():
-        group, _, _ = backend.partition(":")
-        if pending and mine.group in ("", group):
-            others = {names.index(name) for name in members.get(group, ()) if name in names}
-            found |= {each for each in others if each in places and _is_behind(places[each], mine, backend, group)}
-    return found - {rank}
+    group, _, _ = mine.pending[0].partition(":")
+    if mine.group not in ("", group):
+        return set()
+    members = {names.index(name) for name in groups_of_this_rank().get(group, ()) if name in names}
+    return {each for each in members & places.keys() if each != rank and _is_behind(places[each], mine, *mine.pending)}
 
 
 def _has_come(theirs: Where, what: str, number: int) -> bool:
@@ -108,14 +107,13 @@ def _has_come(theirs: Where, what: str, number: int) -> bool:
     return records > number if what == "record" else what == "some" and number in named
 
 
-def _is_behind(theirs: Where, mine: Where, backend: str, group: str) -> bool:
-    count, _, last = mine.issued[backend]
-    if backend in theirs.issued:
-        issued, _, names = theirs.issued[backend]
-        operation = last.get(str(count))
-        return issued < count or names.get(str(count), operation) != operation
+def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
+    if whose in theirs.issued:
+        issued, names = theirs.issued[whose]
+        return issued < number or names.get(str(number), name) != name
     # It has issued none, or the recorder has forgotten them. A group of two backends has the number of one of them.
-    return bool(theirs.issued) and theirs.numbers.get(group, count) < count <= mine.numbers.get(group, 0)
+    group, _, _ = whose.partition(":")
+    return bool(theirs.issued) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
@@ -161,7 +159,7 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
     kinds = {places[rank].kind for rank in stuck}
     buffers = any(places[rank].what.startswith("DDP's") for rank in stuck)
     causes = [_FORWARD] if buffers else []
-    if "meeting" not in kinds:
+    if "meeting" not in kinds or any((places[rank].awaits or ("",))[0] == "ask" for rank in stuck):
         causes.append(_ORDER)
     causes += [_BACKWARD] if "backward" in kinds else []
     causes += [_COLLECTIVE] if "collective" in kinds and not buffers else []
@@ -179,11 +177,9 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
 
 
 def _say(where: Where) -> str:
-    operation = next(
-        (f" ({last[str(count)]})" for count, pending, last in where.issued.values() if pending and str(count) in last),
-        "",
-    )
-    what = where.what + (operation if where.kind == "backward" else "")
+    what = where.what
+    if where.kind == "backward" and where.pending is not None:
+        what += f" ({where.pending[-1]})"
     step = "" if where.step is None else f", in step {where.step}"
     return f"{what} at {where.at or 'an unknown place'}{step},"
 
@@ -195,30 +191,43 @@ class Watch:
     """A thread that looks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
 
     Args:
-        channel: What it watches; weakly.
+        tree: Whose channels it watches, weakly.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, tree: Any) -> None:
         self._ended = ended = threading.Event()
-        self._channel = weakref.ref(channel, lambda _: ended.set())
+        self._tree = weakref.ref(tree, lambda _: ended.set())
+        threading.Thread(target=self._run, name="torch_join watch", daemon=True).start()
+
+    def _run(self) -> None:
+        pause = LOOKS_EVERY
+        while not self._ended.wait(pause):
+            pauses = [LOOKS_EVERY]
+            if (tree := self._tree()) is not None:
+                for reference in [*tree.channels.values()]:
+                    if (channel := reference()) is not None:
+                        try:
+                            pauses.append(channel.lookout.look(channel))
+                        except Exception:  # e.g. a group that goes meanwhile
+                            _LOG.debug("Looking for a deadlock failed.", exc_info=True)
+                    del channel
+            del tree
+            pause = min(pauses)
+
+
+class Lookout:
+    """What is known, from one look to the next, of a rank's place in one channel."""
+
+    def __init__(self) -> None:
         self._seen = 0  # the last call of the roll whose answers it has looked at
         self._reset()
-        self._thread = threading.Thread(target=self._run, name="torch_join watch", daemon=True)
-        self._thread.start()
 
-    def end(self) -> None:
-        """Look no more."""
-        self._ended.set()
-        self._thread.join(_ENDS_WITHIN)
-
-    def known(
-        self, numbers: Mapping[str, int]
-    ) -> tuple[dict[str, tuple[int, bool, dict[str, str]]], list[_Connection] | None]:
+    def known(self, numbers: Mapping[str, int]) -> tuple[_compat.Issued, list[_Connection] | None]:
         """Return what is known of the collectives that this rank has issued, if these are all, and its connections."""
-        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else ({}, None)
+        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else (NOTHING, None)
 
     def _reset(self) -> None:
-        self.issued: dict[str, tuple[int, bool, dict[str, str]]] = {}
+        self.issued = NOTHING
         self.ports: list[_Connection] | None = None
         self._state: tuple[Any, ...] = ()
         self._asks_from = 0.0  # since when it says what it has issued, too
@@ -226,18 +235,7 @@ class Watch:
         self._pause = LOOKS_EVERY
         self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
 
-    def _run(self) -> None:
-        pause = LOOKS_EVERY
-        while not self._ended.wait(pause):
-            if (channel := self._channel()) is None:
-                return
-            try:
-                pause = self._look(channel)
-            except Exception:  # e.g. a group that goes meanwhile
-                pause = LOOKS_EVERY
-            del channel
-
-    def _look(self, channel: Any) -> float:
+    def look(self, channel: Any) -> float:
         """Look once; return after how many seconds to look again."""
         here = channel.where()
         if here.kind == "elsewhere" or here.state != self._state:
@@ -258,7 +256,7 @@ class Watch:
         now = time.monotonic()
         if not self._asks_from:
             self._asks_from = now
-            self.issued = {name: (*each,) for name, each in _compat.issued().items()}
+            self.issued = _compat.issued(channel.thread)
             return LOOKS_EVERY
         call, called_at = channel.last_call
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:

@@ -84,6 +84,7 @@ class Lockstep:
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
+        self._gone_to = -1  # the last step that was read ahead
         self._states = CatchUp(self.channel, driver.members.group, driver.options)
 
     def note_gather(self) -> None:
@@ -139,9 +140,9 @@ class Lockstep:
         self._buffers.begin()
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
-        self.driver.tail_log.step = lambda: active_ranks.step
+        self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
         self.plan = None
-        self._stepped = optimizers
+        self._stepped, self._gone_to = optimizers, -1
         self._states.begin(trained(self._whole, optimizers, others))
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
@@ -212,6 +213,7 @@ class Lockstep:
     def go_to(self, step: ReadStep) -> None:
         """Go on to a step that was read ahead; all ranks call this, in place of `arrive`."""
         self._present = step
+        self._gone_to += 1
 
     def skip(self, skips: bool) -> list[int]:
         """Leave the epoch at the current step, if `skips`, although there is a batch; all ranks meet.

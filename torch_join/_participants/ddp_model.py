@@ -169,15 +169,15 @@ class ModelParticipant(Participant, LoopModel):
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
-        self._sync_buffers(sources)
+        self._sync_from(sources)
 
     def before_handover(self) -> None:
         # That rank may have come to the lead since the last forward, whose leader has the newest buffers.
         source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
         if source != self.members.leader:
-            self._sync_buffers([source, self.members.leader])
+            self._sync_from([source, self.members.leader])
 
-    def _sync_buffers(self, sources: list[int]) -> None:
+    def _sync_from(self, sources: list[int]) -> None:
         changed = self._unknown_buffers() if sources[1:] and self.members.leads else []
         kept = [(buffer, buffer.detach().clone()) for buffer in changed]
         for source in sources:

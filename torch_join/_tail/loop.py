@@ -19,7 +19,6 @@ from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
-from torch_join._base.synced_steps import Ended, check_not_mixed
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
@@ -47,7 +46,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, Ended | None]  # of a loop
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -171,7 +170,6 @@ class LoopDriver(Driver):
         self._loop = None
         self._telling.raised = None
         self._steps = Steps(self.given)
-        self._ended: Ended | None = None  # of the last loop: where this rank has synced gradients
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
@@ -184,6 +182,7 @@ class LoopDriver(Driver):
         self.step = Step(self.tail_log, self._telling, self._follow_up)
         self.tail_log.loader = self._loader_status
         self.tail_log.step = lambda: self.step_number if self.in_loop else None
+        self.tail_log.over = lambda: self.step_number
         self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
@@ -240,10 +239,8 @@ class LoopDriver(Driver):
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
             # No rank's process ends before all have come here.
-            mine = hyperparameters(self.given), self._ended
-            said = self.tail_log.channel.gather(mine, of=tuple[Hyperparameters, Ended | None])
-            compare([hyper for hyper, _ in said], self.members.global_ranks)
-            check_not_mixed([ended for _, ended in said], self.members.global_ranks)
+            said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
+            compare(said, self.members.global_ranks)
             self._rebalancing.close()
             self.tail_log.channel.close(meets=self._rebalancing.enabled)
 
@@ -494,7 +491,7 @@ class LoopDriver(Driver):
             loop = self._begin_loop(loader, reader_of, asks and self.asks, name)
         if loop is None:
             return
-        has_models = bool(self.tail_log.models())
+        has_models, synced = bool(self.tail_log.models()), self.tail_log.synced
         try:
             while True:
                 with self._telling:
@@ -513,7 +510,8 @@ class LoopDriver(Driver):
                     if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
-                self.tail_log.synced.end_step(self.step_number)
+                if (self.step_number == synced.last) is not synced.did:
+                    synced.note(self.step_number)
                 self.step_number += 1
         except GeneratorExit:
             on_purpose = is_left_on_purpose()
@@ -559,10 +557,9 @@ class LoopDriver(Driver):
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         length, dealt_samples = reader.certain_length(), reader.dealt_samples
-        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples, self._ended
+        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples
         said = self.tail_log.channel.gather(begin, of=_BEGIN)
-        lengths, hyper, ways, everyone, steps, loops, dealt, ended = zip(*said, strict=True)
-        check_not_mixed(ended, self.members.global_ranks)
+        lengths, hyper, ways, everyone, steps, loops, dealt = zip(*said, strict=True)
         if self.begins_with_loop:
             self.tail.compare_given(everyone)
         compare(hyper, self.members.global_ranks)
@@ -741,16 +738,8 @@ class LoopDriver(Driver):
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
         self._steps.forget()
-        self._ended = self._find_ended(loop)
         if not self.members.announces:
             self.tail_log.tap.remove()
-
-    def _find_ended(self, loop: Loop | None) -> Ended | None:
-        """Return at which steps of an even loop this rank has synced, where all ranks must have in the same ones."""
-        if loop is None or not loop.asked or loop.reads_ahead or not isinstance(loop.schedule, Certain):
-            return None
-        synced, is_whole = self.tail_log.synced, self.step_number == (loop.schedule.lengths or [0])[self.members.rank]
-        return (synced.runs, self.step_number) if is_whole and self.was_even and not synced.accumulates else None
 
     # ------------------------------------------------------------ a step
 
@@ -997,7 +986,6 @@ class LoopDriver(Driver):
             self._loop.trains.add(model)
 
     def note_accumulation(self, model: int) -> None:
-        self.tail_log.synced.accumulates = True
         for each in self._steppers[model]:
             each.note_backward((self._loops, self.step_number), syncs=False)
 
