@@ -340,7 +340,10 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             return self._placeholder.batch
         self._placeholder.let_go()
         # A step of its own: these hooks run where there is a batch only, and may issue collectives.
-        with join.driver.step(join.active_ranks) if self._has_transfer_hooks else nullcontext():
+        with ExitStack() as stack:
+            if self._has_transfer_hooks:
+                stack.enter_context(join.driver.step(join.active_ranks))
+                stack.enter_context(join.before_forward())
             batch = data_fetcher.take() if join.plan is None else join.plan.take()
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)

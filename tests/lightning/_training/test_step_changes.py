@@ -233,3 +233,56 @@ def test_zero_leaves_the_statistics_of_the_tail(workers: Workers) -> None:
     expected, _ = workers.run(2, train_normed, False)
     for state in workers.run(2, train_normed, True):
         assert difference(state, expected) < 1e-10
+
+
+class Counting(pl.LightningModule):
+    """A buffer that a transfer hook changes before the wrapper's forward decides the loss."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.lengths = torch.nn.Linear(2, 1).double(), lengths
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(
+            [numbered(self.trainer.global_rank, step) for step in range(self.lengths[self.trainer.global_rank])]
+        )
+
+    def on_before_batch_transfer(self, batch: Any, _: int) -> Any:
+        self.count += 1
+        return batch
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.loss(batch)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.layer(batch) * (1 + self.count)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), RATE)
+
+
+def numbered(rank: int, step: int) -> Tensor:
+    return torch.full((2,), rank + 1.0 + step, dtype=torch.float64)
+
+
+def train_counting(_: int, lengths: Lengths) -> list[Tensor]:
+    module = Counting(lengths)
+    fit(module, len(lengths))
+    return [tensor.detach() for tensor in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (3, 0), (2, 1, 4)])
+def test_a_buffer_that_a_transfer_hook_changes(workers: Workers, lengths: Lengths) -> None:
+    module = Counting(lengths)
+    optimizer = module.configure_optimizers()
+    for _ in range(EPOCHS):
+        for step in range(max(lengths)):
+            active = [rank for rank, length in enumerate(lengths) if step < length]
+            module.count += 1
+            optimizer.zero_grad()
+            torch.stack([module.loss(numbered(rank, step)) for rank in active]).sum().div(len(lengths)).backward()
+            optimizer.step()
+    for state in workers.run(len(lengths), train_counting, lengths):
+        assert difference(state, [tensor.detach() for tensor in module.state_dict().values()]) < 1e-10
