@@ -47,14 +47,11 @@ def explain_mixed(said: Mapping[int, tuple[Runs, int]], names: Sequence[int]) ->
     known = min((runs[-1][0] + 1 for runs, _ in said.values() if len(runs) == _MOST), default=over)
     for step in sorted({step for runs, _ in said.values() for step, _ in runs if step < min(over, known)}):
         did = {rank: [did for first, did in runs if first <= step][-1:] for rank, (runs, _) in said.items()}
-        without = [rank for rank, last in did.items() if last == [False]]
-        others = (
-            name_ranks(names[rank] for rank, last in did.items() if last == [True]) if [True] in did.values() else ""
-        )
+        without, others = ([rank for rank, last in did.items() if last == [which]] for which in (False, True))
         if without and others and any(then and first > step for rank in without for first, then in said[rank][0]):
+            skipped, synced = (name_ranks(names[rank] for rank in ranks) for ranks in (without, others))
             return (
-                f" {name_ranks(names[rank] for rank in without).capitalize()} did not sync gradients in step {step} of"
-                f" the loop, and {others} did. From there on the gradients of different steps have been averaged: the"
-                " parameters are not to be used."
+                f" {skipped.capitalize()} did not sync gradients in step {step} of the loop, and {synced} did. From"
+                " there on the gradients of different steps have been averaged: the parameters are not to be used."
             )
     return ""

@@ -35,7 +35,7 @@ TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless th
 _ANSWER = tuple[bool, Status | None, Where | None]
 _MEETINGS = {
     "barrier": "a step's meeting, where ranks say whether they have a batch,",
-    "gather": "a meeting of all ranks (the begin or the end of a loop or of a `with`, something done together)",
+    "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that takes all ranks)",
     "some": "a meeting of the ranks that have batches left",
     "record": "the tail of a loop, in which it has no batch and follows the others,",
     "ask": "a question to others: whether they come to the same, in a step that is its last, or stop",

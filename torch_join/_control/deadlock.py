@@ -244,14 +244,7 @@ class Lookout:
             return LOOKS_EVERY
         if channel.deadlock:
             if here.kind != "meeting":
-                if not self._has_cut:
-                    with suppress(Exception):  # of a handler of the user's
-                        _LOG.error("%s", channel.deadlock)  # what ends the wait has words of its own
-                self._cut(channel)
-                if not self._has_cut:
-                    self._has_cut = True
-                    self._note_ports(channel)
-                    channel.call_roll()  # some may not have known their connections yet, and may say so
+                self._end_wait(channel)
             return LOOKS_EVERY
         now = time.monotonic()
         if not self._asks_from:
@@ -286,6 +279,16 @@ class Lookout:
         if now - self._asks_from > _TELLS_AFTER and channel.rank == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY
             _LOG.warning("%s", _still_waiting(places, channel.global_ranks, now - self._asks_from))
+
+    def _end_wait(self, channel: Any) -> None:
+        is_first, self._has_cut = not self._has_cut, True
+        if is_first:
+            with suppress(Exception):  # raised by a log handler
+                _LOG.error("%s", channel.deadlock)  # gloo's error will not say it
+        self._cut(channel)
+        if is_first:
+            self._note_ports(channel)
+            channel.call_roll()  # a rank may not have sent its connections yet
 
     def _note_ports(self, channel: Any) -> None:
         self.ports = [*_connections(channel.files).values()][:_MOST_PORTS]

@@ -1,6 +1,7 @@
 """Ranks that wait for each other for ever are told of, with their places; slow ones are not."""
 
 import inspect
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -148,8 +149,48 @@ def slow(rank: int) -> list[str]:
     return []
 
 
-def test_slow_ranks_are_not_accused(workers: Workers) -> None:
-    assert workers.run(3, slow, timeout=300.0, deadline=60.0) == [[]] * 3
+def saves_in_a_thread(rank: int) -> list[str]:
+    """Each rank saves in a thread, which meets the others' threads in its own group; rank 0's disk is slow."""
+    model, optimizer, batches = made(rank, (3, 3, 3))
+    saves, pair = dist.new_group(), dist.new_group([1, 2])
+    other = DistributedDataParallel(nn.Linear(4, 1), process_group=pair) if rank else None
+
+    def save() -> None:
+        time.sleep(2.5 if rank == 0 else 0.0)
+        dist.barrier(group=saves)
+
+    saving = threading.Thread(target=save)
+    with deadlock_seconds(0.1), Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(iter(batches))):
+            if number == 1:
+                saving.start()
+                time.sleep(1.5 if rank == 2 else 0.2)
+                if other is not None:
+                    other(batch).sum().backward()
+            step(model, optimizer, batch)
+    saving.join()
+    return []
+
+
+def begins_in_another_order(rank: int) -> list[str]:
+    """Ranks 0 and 1 begin works of two groups in another order, around a backward in which both wait for rank 2."""
+    model, optimizer, batches = made(rank, (2, 2, 2))
+    groups = [dist.new_group() for _ in range(2)]
+    first, second = reversed(groups) if rank == 1 else groups
+    with deadlock_seconds(0.1), Join([model, optimizer]) as join:
+        for batch in join.batches(batches):
+            before = dist.all_reduce(torch.ones(1), group=first, async_op=True)
+            time.sleep(1.5 if rank == 2 else 0.0)
+            step(model, optimizer, batch)
+            after = dist.all_reduce(torch.ones(1), group=second, async_op=True)
+            before.wait()
+            after.wait()
+    return []
+
+
+@pytest.mark.parametrize("program", [slow, saves_in_a_thread, begins_in_another_order])
+def test_slow_ranks_are_not_accused(workers: Workers, program: Any) -> None:
+    assert workers.run(3, program, timeout=300.0, deadline=60.0) == [[]] * 3
 
 
 def computes(rank: int) -> list[str]:
