@@ -230,8 +230,7 @@ class Channel:
         self._pass_log()  # what belongs to this record is still to be read when it has come
         self._is_awake = True
         try:
-            leader = self.rank if (status := self.status()) is None else status.leader  # of whom nobody is certain
-            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 1 << leader))
+            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 0))
         finally:
             self._is_awake = False
         self.records += 1
@@ -448,6 +447,8 @@ class Channel:
         kind, what, whom = place.kind, place.what, None
         if awaits is not None and not awaits[-1]():
             name, number, them, _ = awaits
+            if name == "record":  # the leader's; without a status nobody knows whose
+                them = 1 << (self.rank if status is None else status.leader)
             kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
             whom = name, number, them
         step = None if status is None else status.step

@@ -61,7 +61,8 @@ def of_engines(objects: Sequence[Any]) -> set[int]:
     That is ZeRO's optimizer, the one inside, which is the user's own and now steps this rank's shard, and what wraps
     them, as Accelerate does.
     """
-    engines = [thing for thing in objects if is_engine(thing)]
+    if not (engines := [thing for thing in objects if is_engine(thing)]):
+        return set()
     inner = {id(innermost_optimizer(engine.optimizer)) for engine in engines}
     own = {id(each) for engine in engines for each in (engine, engine.optimizer)} | inner
     return own | {id(each) for each in objects if is_optimizer(each) and id(innermost_optimizer(each)) in inner}

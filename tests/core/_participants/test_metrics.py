@@ -307,7 +307,7 @@ def test_what_ranks_do_together_after_a_plain_loop_is_told(
         assert error.startswith("JoinError: These ranks wait for each other for ever")
         assert f"rank {first} is in a meeting of all ranks" in error
         assert "use `for batch in join.batches(loader)`" in error
-    assert max(outcome.seconds for outcome in outcomes) < 20
+    assert max(outcome.seconds for outcome in outcomes) < 8
 
 
 @pytest.mark.parametrize("what", ["compute", "batches", "after", "every step"])
