@@ -44,10 +44,7 @@ def verdict(workers: Workers, recipe: Recipe, train: Callable[..., Any], *args: 
     try:
         outcomes = workers.outcomes(ranks, train, *args, deadline=DEADLINE, timeout=15.0)
     except DeadlineError as error:
-        # A rank that waits in a group of the mesh, whose timeout is torch's own, hears of others when their processes
-        # end: here they go on.
-        is_refused = "mesh" in recipe.options and re.search(promised(recipe), str(error))
-        return "refused: by ranks whose processes go on" if is_refused else f"hangs: {error}"
+        return f"hangs: {error}"
     if any(outcome.error for outcome in outcomes):
         return _refusal(outcomes, recipe)
     try:

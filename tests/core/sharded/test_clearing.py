@@ -30,9 +30,7 @@ ACCUMULATIONS = {
 
 def recipes(api: str, accumulation: str) -> dict[str, Recipe]:
     recipe = ACCUMULATIONS[accumulation].but(api=api)
-    # By what else the unsynced gradients of a masked step are cleared there nobody can tell, and it raises.
-    idioms = IDIOMS[:2] if (api, accumulation) == ("fsdp1", "masked unsynced") else IDIOMS
-    return {f"{how} {where}": recipe.but(clears=how, clear=where) for how, where in product(idioms, PLACES)}
+    return {f"{how} {where}": recipe.but(clears=how, clear=where) for how, where in product(IDIOMS, PLACES)}
 
 
 def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> None:
