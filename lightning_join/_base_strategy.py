@@ -1,7 +1,7 @@
 """What the strategies of this package have in common: all but how a model's step is run."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -22,6 +22,7 @@ from lightning_join._logging.step_values import StepValues
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
 from lightning_join._packages import check_packages
+from lightning_join._reading.evened import Evened
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._strategy_protocol import JoiningStrategy
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
@@ -41,7 +42,7 @@ from torch_join.integration import (
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
 _OF_A_RUN = (
     *("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual"),
-    *("sets_up", "gathers_alike"),
+    *("sets_up", "gathers_alike", "evened", "around_transfer", "around_step"),
 )
 
 
@@ -63,6 +64,9 @@ class Joining(ParallelStrategy):
     join: Any = None
     # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
     sets_up = False
+    evened: Evened | None = None  # the dataloaders of a loop that is set up
+    around_transfer: Callable[[Callable[[], Any]], Any] | None = None  # runs that of a training step's batch
+    around_step: ExitStack  # what is around a step's transfer, then around its hooks
 
     # What was chosen, to be read only: it is the same on all ranks.
     weighting = property(attrgetter("options.weighting"))
@@ -182,7 +186,14 @@ class Joining(ParallelStrategy):
         return kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
-        return without_padding(super().process_dataloader(dataloader))
+        loader = without_padding(super().process_dataloader(dataloader))
+        return loader if self.evened is None else self.evened.add(loader)
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def move() -> Any:
+            return super(Joining, self).batch_to_device(batch, *args, **kwargs)
+
+        return move() if self.around_transfer is None else self.around_transfer(move)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)

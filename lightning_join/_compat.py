@@ -13,11 +13,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistryType
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
@@ -29,16 +27,10 @@ from lightning.pytorch.loops.optimization import _AutomaticOptimization as Autom
 from lightning.pytorch.loops.optimization import _ManualOptimization as ManualOptimization
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
-from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_dataloader_iterable
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches as parse_num_batches
-from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader as process_dataloader
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
-from lightning.pytorch.trainer.connectors.data_connector import _resolve_overfit_batches as resolve_overfit_batches
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as default_dtype
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
@@ -47,6 +39,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync a
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 from lightning.pytorch.tuner.lr_finder import _LRCallback as LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
@@ -172,18 +165,14 @@ check_names(
     "lightning.pytorch",
     "2.5.1 to 2.6.6",
     {
-        call: "_call_callback_hooks _call_lightning_module_hook _call_strategy_hook",
         pl.LightningModule: "_trainer",
         pl.Trainer: "_logger_connector _signal_connector",
         AutomaticOptimization: "_make_closure _skip_backward",
         CombinedLoader: "_iterator _load_state_dicts _mode _state_dicts",
         DDPStrategy: "determine_ddp_device_ids _ddp_comm_state _ddp_kwargs _model_averaging_period",
-        EvaluationLoop: "_data_source _evaluation_step _is_sequential _store_dataloader_outputs",
-        FitLoop: "_combined_loader _data_source",
-        PredictionLoop: "_data_source _predict_step",
-        TrainingEpochLoop: (
-            "_accumulated_batches_reached _batches_that_stepped _build_kwargs _is_training_done"
-            " _num_ready_batches_reached _should_check_val_epoch"
-        ),
+        EvaluationLoop: "_evaluation_step _on_evaluation_epoch_end _store_dataloader_outputs",
+        FitLoop: "_can_stop_early _combined_loader",
+        PredictionLoop: "_combined_loader _predict_step",
+        TrainingEpochLoop: ("_batches_that_stepped _is_training_done _should_check_val_epoch _should_check_val_fx"),
     },
 )

@@ -129,7 +129,7 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
             self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         for name, start_method in start_methods(cls.strategy_name):
             description = f"FSDP on uneven dataloaders, with `start_method` '{start_method}'"
             strategy_registry.register(name, cls, description=description, start_method=start_method)
@@ -154,7 +154,7 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
     strategy_name = "model_parallel_join"
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
 
 
@@ -178,6 +178,6 @@ class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     strategy_name = "deepspeed_join"
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         for name, options in ENGINES.items():
             strategy_registry.register(name, cls, description="DeepSpeed on uneven dataloaders", **options)

@@ -15,6 +15,7 @@ from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._checks import check_manual, check_strategy
 from lightning_join._collectives import ActiveCollectives
+from lightning_join._loops.optimization import NOTHING
 from lightning_join._names import ddp_names
 from lightning_join._training.manual import ManualParticipant
 from torch_join.integration import LockstepJoin, ModelShadow
@@ -100,7 +101,9 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         if self.join is None or self._manual is None:
             return super().training_step(*args, **kwargs)
         with self.join.active_step(), self._manual.training_step():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        return NOTHING if output is None and self.lightning_module.automatic_optimization else output  # type: ignore[return-value]
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
@@ -131,6 +134,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
             return output
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         for name, options in ddp_names(cls.strategy_name):
             strategy_registry.register(name, cls, **options)

@@ -2,7 +2,9 @@
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -11,15 +13,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._compat import TrainingEpochLoop, call
+from lightning_join._compat import TrainingEpochLoop
 from lightning_join._logging.results import check_monitored
 from lightning_join._logging.step_values import HookLogging, drop_own_step_values
 from lightning_join._loops.fit import JoinFitLoop
 from lightning_join._loops.placeholder import Placeholder, State
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.user_code import (
-    KnownToProfilers,
+    STOPPED,
     NoStopIteration,
+    after_hook,
     has_optimization_hooks,
     has_transfer_hooks,
 )
@@ -27,10 +30,15 @@ from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus
-from torch_join import UnsupportedError
+from torch_join import JoinError, UnsupportedError
+from torch_join.integration import setting
 
 
-class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
+def _unchanged(batch: Any, **_: Any) -> Any:
+    return batch
+
+
+class JoinEpochLoop(TrainingEpochLoop):
     """Lightning's training epoch loop where ranks may have different numbers of batches.
 
     All ranks meet once after each step, in place of the broadcast with which Lightning begins each. They learn who
@@ -39,7 +47,6 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
     when it has gone through the next forward: they have said it by then, and it waits for nobody.
     """
 
-    reads = "[_TrainingEpochLoop].train_dataloader_next"
     _placeholder: Placeholder
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
@@ -148,76 +155,123 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
             self._fit_loop.check_estimate(join.plan.steps)
         self._fit_loop.set_steps(join.plan.steps)
 
-    def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
-        # Lightning's, but for: no broadcast, the batch or its stand-in, `is_last_batch`, skipping.
-        trainer: Any = self.trainer
-        join = join_of(trainer)
-        self._made_step = False
-        if self.restarting and self._should_check_val_fx(data_fetcher):
-            if self.val_loop.restarted_mid_evaluation:
-                return  # go back and finish running validation
-            if self.restarted_on_last:
-                self._skip_next_val = True  # avoid running validation again if we saved on last
-                return
-            self.val_loop.increment_progress_to_evaluation_end()
-        self.val_loop.restarting = False
+    # ------------------------------------------------------------ a step, in the order in which Lightning comes by
 
+    def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
+        self._made_step = False
+        data_fetcher.next_step = self._begin_step
+        with ExitStack() as strategy_of(self.trainer).around_step:  # not of this object's own, which is pickled
+            try:
+                super().advance(data_fetcher)
+            except StopIteration as error:
+                if join_of(self.trainer).active_ranks:  # else it ends the epoch, on all ranks
+                    raise JoinError(STOPPED) from error
+                raise
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        pass  # a signal goes around with the meetings
+
+    def _begin_step(self, data_fetcher: ReadAheadFetcher) -> Any:
+        """Return the step's batch as it was read, or on a joined rank what stands in for one."""
+        trainer: Any = self.trainer
+        join, strategy = join_of(trainer), strategy_of(trainer)
         if not join.active_ranks:
             raise StopIteration
         self._made_step = True
-        batch_idx = self.batch_idx + 1
-        strategy_of(trainer).gathers_alike = join.plan is None and batch_idx < self._steps_alike
-        batch = self._next_batch(data_fetcher)
+        strategy.gathers_alike = join.plan is None and self.batch_idx + 1 < self._steps_alike
+        strategy.around_transfer = self._transfer
+        if join.plan is not None:
+            data_fetcher.begin_step()
+        if join.joined:
+            if self._placeholder.use():
+                drop_own_step_values(self._results)
+            if self._has_transfer_hooks:
+                join.driver.follow(join.active_ranks)
+                skip = setting(trainer.lightning_module, _on_before_batch_transfer=_unchanged)
+                strategy.around_step.enter_context(skip)
+                strategy.around_step.enter_context(setting(trainer.precision_plugin, convert_input=_unchanged))
+            return self._placeholder.batch
+        self._placeholder.let_go()
+        if self._has_transfer_hooks:
+            # A step of its own: these hooks run where there is a batch only, and may issue collectives.
+            strategy.around_step.enter_context(join.driver.step(join.active_ranks))
+            strategy.around_step.enter_context(join.before_forward())
+        return data_fetcher.take() if join.plan is None else join.plan.take()
+
+    def _transfer(self, move: Callable[[], Any]) -> Any:
+        """Return the step's batch on the device, and prepare for its first hooks."""
+        join, strategy = join_of(self.trainer), strategy_of(self.trainer)
+        strategy.around_transfer = None
+        batch = self._placeholder.batch if join.joined else move()
+        if self._has_transfer_hooks:
+            strategy.around_step.close()
         if self._lacks_values:
             batch = self._share_first_batch(batch)
         self._progress.ask(join)
-        self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
+        if join.in_tail or self._may_leave:
+            self._enter_hooks("on_train_batch_start", partial(self._leave_if_told, batch) if self._may_leave else None)
+        return batch
 
-        with self._around_hooks():
-            call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
-            call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
-        if self._may_leave:
-            self._leave_if_told(response, data_fetcher, batch, batch_idx)
-            self._progress.ask(join)
-        if not join.active_ranks:
-            # All ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch.
-            self.batch_progress.increment_by(0, is_last_batch=True)
-            self.batch_progress.increment_processed()
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            raise StopIteration
-        self.batch_progress.increment_started()
+    def around_optimization(self) -> AbstractContextManager[object]:
+        """Put around the step's optimization, whose hooks may log."""
+        logging = self._has_optimization_hooks and join_of(self.trainer).in_tail
+        return HookLogging(self._results, strategy_of(self.trainer)) if logging else nullcontext()
 
-        with trainer.profiler.profile("run_training_batch"), NoStopIteration():
-            kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
-            if trainer.lightning_module.automatic_optimization:
-                logging = join.in_tail and self._has_optimization_hooks
-                with HookLogging(self._results, strategy_of(trainer)) if logging else nullcontext():
-                    output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-            else:
-                output = self.manual_optimization.run(kwargs)
+    def end_step(self, output: Any, kwargs: OrderedDict[str, Any]) -> Any:
+        """Return what the last hooks of the step get for its output, and prepare for them."""
+        trainer: Any = self.trainer
+        join = join_of(trainer)
         if join.joined:
             output = self._placeholder.output or output
-        elif not self._has_next(data_fetcher):
-            self._placeholder.keep(batch, output)
-
+        elif not self._has_next(self._fit_loop.fetcher):
+            self._placeholder.keep(next(iter(kwargs.values())), output)
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
-        self.batch_progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-
         if self._lacks_values:
             self._lacks_values = False
             check_monitored(trainer, join.channel)
-        with self._around_hooks():
-            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
-            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
-        trainer._logger_connector.update_train_step_metrics()
+        if join.in_tail:
+            self._enter_hooks("on_train_batch_end")
+        return output
 
+    def _enter_hooks(self, last: str, act: Callable[[Any], Any] | None = None) -> None:
+        """Begin what is around the batch hooks, until the `last` one, which is the module's; then `act`.
+
+        Those of a step without a batch change neither logged values nor metrics.
+        """
+        join, metrics, strategy = join_of(self.trainer), metrics_of(self.trainer), strategy_of(self.trainer)
+
+        def leave(response: Any) -> Any:
+            strategy.around_step.close()
+            return response if act is None else act(response)
+
+        if join.in_tail:
+            metrics.renew()
+            strategy.around_step.enter_context(HookLogging(self._results, strategy))
+            if join.joined:
+                strategy.around_step.enter_context(metrics.aside())
+        strategy.around_step.enter_context(after_hook(self.trainer.lightning_module, last, leave))
+
+    def _leave_if_told(self, batch: Any, response: Any) -> int | None:
+        """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet. Return -1 if all did."""
+        join, fetcher = join_of(self.trainer), self._fit_loop.fetcher
+        leaves = response == -1 and not join.joined
+        ranks = join.skip(leaves)
+        if ranks and join.plan is not None:
+            self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
+        if leaves:
+            fetcher.drop()
+            self._placeholder.keep(batch, None)
+        if ranks and join.active_ranks:
+            lost = join.plan.lost if join.plan is not None else 0
+            rank_zero_warn(
+                f"`on_train_batch_start` returned -1 at batch {self.batch_idx} on ranks {ranks} only. They skip the"
+                f" rest of the epoch; ranks {list(join.active_ranks)} go on."
+                + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
+            )
+        self._progress.ask(join)
+        return None if join.active_ranks else -1
+
+    @NoStopIteration()
     def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         strategy_of(self.trainer).gathers_alike = False
         if self._made_step:  # and not come back from a checkpoint just to validate
@@ -296,8 +350,9 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         return bool(time.monotonic() - trainer._last_val_time >= interval)
 
     def _should_accumulate(self) -> bool:
-        # Lightning's, in another order: whether the batch is the last one is asked for only where it matters.
-        return not self._accumulated_batches_reached() and super()._should_accumulate()
+        # Whether the batch is the last one is asked for only where it matters.
+        window_ends = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+        return not window_ends and super()._should_accumulate()
 
     def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
         if self._is_unheard:
@@ -317,37 +372,21 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
 
     # ------------------------------------------------------------ batches
 
-    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
-        super()._update_learning_rates(interval, update_plateau_schedulers)
-        if update_plateau_schedulers:
-            index = self.batch_idx if interval == "step" else self.trainer.current_epoch
-            check_plateaus(self.trainer, strategy_of(self.trainer).channel, interval, index)
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        trainer: Any = self.trainer
+        if not trainer.lr_scheduler_configs:
+            return
+        join = join_of(trainer)
+        if interval == "step" and not (update_plateau_schedulers or join.active_ranks):
+            return  # all ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if update_plateau_schedulers and not (interval == "step" and self._should_accumulate()):
+            index = self.batch_idx if interval == "step" else trainer.current_epoch
+            check_plateaus(trainer, join.channel, interval, index)
 
     def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
         plan = join_of(self.trainer).plan
         return plan.has_batch(1) if plan is not None else bool(data_fetcher.batches) or not data_fetcher.exhausted
-
-    def _next_batch(self, data_fetcher: ReadAheadFetcher) -> Any:
-        trainer: Any = self.trainer
-        join = join_of(trainer)
-        if join.plan is not None:
-            data_fetcher.begin_step()
-        if join.joined:
-            if self._placeholder.use():
-                drop_own_step_values(self._results)
-            if self._has_transfer_hooks:
-                join.driver.follow(join.active_ranks)
-            return self._placeholder.batch
-        self._placeholder.let_go()
-        # A step of its own: these hooks run where there is a batch only, and may issue collectives.
-        with ExitStack() as stack:
-            if self._has_transfer_hooks:
-                stack.enter_context(join.driver.step(join.active_ranks))
-                stack.enter_context(join.before_forward())
-            batch = data_fetcher.take() if join.plan is None else join.plan.take()
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
@@ -361,34 +400,3 @@ class JoinEpochLoop(KnownToProfilers, TrainingEpochLoop):
         if self._placeholder.state is State.MISSING:
             self._placeholder.use_shared(batch := move_data_to_device(shared, strategy.root_device))
         return batch
-
-    def _leave_if_told(self, response: Any, data_fetcher: ReadAheadFetcher, batch: Any, batch_idx: int) -> None:
-        """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet."""
-        join = join_of(self.trainer)
-        leaves = response == -1 and not join.joined
-        ranks = join.skip(leaves)
-        if ranks and join.plan is not None:
-            self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
-        if leaves:
-            data_fetcher.drop()
-            self._placeholder.keep(batch, None)
-        if ranks and join.active_ranks:
-            lost = join.plan.lost if join.plan is not None else 0
-            rank_zero_warn(
-                f"`on_train_batch_start` returned -1 at batch {batch_idx} on ranks {ranks} only. They skip the"
-                f" rest of the epoch; ranks {list(join.active_ranks)} go on."
-                + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
-            )
-
-    def _around_hooks(self) -> AbstractContextManager[object]:
-        """Put around batch hooks: those of a step without a batch change neither logged values nor metrics."""
-        join = join_of(self.trainer)
-        if not join.in_tail:
-            return NoStopIteration()
-        stack = ExitStack()
-        stack.enter_context(NoStopIteration())
-        metrics_of(self.trainer).renew()
-        stack.enter_context(HookLogging(self._results, strategy_of(self.trainer)))
-        if join.joined:
-            stack.enter_context(metrics_of(self.trainer).aside())
-        return stack

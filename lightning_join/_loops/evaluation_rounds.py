@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_join import _compat
-from lightning_join._loops.user_code import KnownToProfilers, NoStopIteration
 from lightning_join._reading import loaders as _loaders
-from lightning_join._reading.fetcher import read_as_planned
+from lightning_join._reading.evened import evened
+from lightning_join._reading.fetcher import read_in_rounds
 from lightning_join._strategy_protocol import JoiningStrategy, channel_of, strategy_of
 from torch_join import UnsupportedError
 from torch_join.integration import StepDriver, setting
@@ -143,7 +143,7 @@ class Rounds:
         return self._limits[rank][self.index], self._certain[rank][self.index]
 
 
-class InRounds(KnownToProfilers):
+class InRounds:
     """What Lightning's evaluation and its prediction do alike, where ranks may have different numbers of batches."""
 
     _everyone: Sequence[_loaders.Loaders] = ()
@@ -152,7 +152,8 @@ class InRounds(KnownToProfilers):
 
     @property
     def skip(self) -> bool:
-        return sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
+        own = bool(super().skip)  # type: ignore[misc]
+        return own and sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
 
     @property
     def _limit(self: Any) -> int | float:
@@ -163,19 +164,30 @@ class InRounds(KnownToProfilers):
     def _most(self: Any) -> int | float:
         return self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")
 
-    def _make_loaders(self) -> None:
-        """Make this rank's dataloaders; all ranks meet."""
-        loop: Any = self
-        loop._combined_loader, mine = _loaders.load(loop.trainer, loop._data_source, loop._stage, self._limit)
-        self._take_lengths(mine)
-        _loaders.warn(loop._combined_loader.flattened, self._everyone)
+    def setup_data(self: Any) -> None:
+        before = getattr(self, self._limits_name)
+        with evened(self, strategy_of(self.trainer), self.measure):
+            super().setup_data()  # type: ignore[misc]
+        if getattr(self, self._limits_name) is before:
+            self._look_again()
+        else:
+            self._take_lengths(
+                _loaders.check_cycled(self._combined_loader, self.measure(self._combined_loader.flattened))
+            )
+            _loaders.warn(self._everyone)
+
+    def _look_again(self) -> None:
+        """Measure dataloaders that are those of the run before."""
+
+    def measure(self: Any, loaders: Sequence[Any]) -> _loaders.Loaders:
+        return _loaders.measure(self._stage, loaders, self._limit)
 
     def _take_lengths(self: Any, mine: _loaders.Loaders) -> None:
         self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
         setattr(self, self._limits_name, list(mine.limits))
 
-    def _measure(self: Any, places: Sequence[int]) -> _loaders.Loaders:
-        mine = _loaders.measure(self._stage, [self._combined_loader.flattened[i] for i in places], self._limit)
+    def _measure_round(self: Any, places: Sequence[int]) -> _loaders.Loaders:
+        mine: _loaders.Loaders = self.measure([self._combined_loader.flattened[i] for i in places])
         for place, limit in zip(places, mine.limits, strict=True):
             getattr(self, self._limits_name)[place] = limit
         return mine
@@ -187,29 +199,14 @@ class InRounds(KnownToProfilers):
         before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):
             super().reset()  # type: ignore[misc]
-        if any(mine.planned):
-            read_as_planned(self._data_fetcher)
-
-    def _run_steps(self: Any, step: Callable[..., None]) -> None:
-        """Run Lightning's `step` with each batch; a rank that has come to the end of a round serves the others."""
-        fetcher, resumed = self._data_fetcher, self.batch_progress.current.ready > 0
-        self._rounds = rounds = Rounds(
-            strategy_of(self.trainer), self._combined_loader, self._everyone, self._measure, self._most, resumed
+        resumed = self.batch_progress.current.ready > 0
+        self._rounds = Rounds(
+            strategy_of(self.trainer), self._combined_loader, self._everyone, self._measure_round, self._most, resumed
         )
-        while not rounds.over:
-            try:
-                batch, batch_idx, dataloader_idx = next(fetcher)
-                self._finish_rounds(dataloader_idx)
-                self.batch_progress.is_last_batch = fetcher.done
-                with rounds.step(), NoStopIteration():
-                    step(batch, batch_idx, dataloader_idx, None)
-            except StopIteration:
-                break
-            finally:
-                self.on_iteration_done()
-        self._finish_rounds(len(rounds.places))
+        if not read_in_rounds(self._data_fetcher, self._rounds, any(mine.planned)):
+            self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: nobody can serve it
 
-    def _finish_rounds(self, until: int) -> None:
-        """Come to the end of the rounds before `until`; all ranks meet at each."""
-        while self._rounds.index < until:
+    def _finish_rounds(self, until: int | None = None) -> None:
+        """Come to the end of the rounds before `until`, or of all; all ranks meet at each."""
+        while self._rounds.index < (len(self._rounds.places) if until is None else until):
             self._rounds.finish()

@@ -1,27 +1,26 @@
 """The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch.distributed as dist
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._compat import FitLoop, call
+from lightning_join._compat import FitLoop
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._loops.resuming import KEY, check_world
+from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
+from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
-from torch_join import JoinError, JoinValueError, UnsupportedError
+from torch_join import JoinError, UnsupportedError
 from torch_join.integration import epochs_of, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
@@ -60,46 +59,36 @@ class JoinFitLoop(FitLoop):
             return bool(FitLoop.done.fget(self))  # type: ignore[attr-defined]
 
     def setup_data(self) -> None:
-        # Lightning's, but for: no decision and no error from one rank's numbers alone.
-        if self._combined_loader is not None and not self._should_reload_train_dl:
+        before, trainer = self._data_fetcher, self.trainer
+        # Each rank's state goes to its own dataloaders, where the epoch begins.
+        lengths = evened(self, strategy_of(trainer), self._measure, self._check_interval)
+        with lengths, setting(self, _combined_loader_states_to_load=[]):
+            super().setup_data()
+        loader = self._combined_loader
+        if loader is None or self._data_fetcher is before:
             return
-        trainer: Any = self.trainer
-        if trainer.limit_train_batches == 0 or not is_overridden("training_step", trainer.lightning_module):
-            return
-        source, function, stage = self._data_source, TrainerFn.FITTING, RunningStage.TRAINING
-        loader = _loaders.make(trainer, source, function, stage, "max_size_cycle")
-        self._combined_loader = loader
-        self._last_train_dl_reload_epoch = trainer.current_epoch
+        self._last_train_dl_reload_epoch = trainer.current_epoch  # also where all are empty
         self._data_fetcher = fetcher = ReadAheadFetcher()
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
         everyone = self.measure()
         _loaders.check(everyone)
-        _loaders.warn(loader.flattened, everyone)
-        self._check_interval()
+        _loaders.warn(everyone)
         iter(fetcher)
 
-        if self.max_batches == 0:
-            rank_zero_warn(f"The train dataloaders of all {trainer.world_size} ranks are empty.")
-        if _compat.validation_interval(trainer) is not None:
-            trainer._train_start_time = trainer._last_val_time = time.monotonic()
-        if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
-            rank_zero_warn(
-                f"The number of training batches ({self.max_batches}) is smaller than the logging interval"
-                f" Trainer(log_every_n_steps={trainer.log_every_n_steps}). Set a lower value for"
-                " log_every_n_steps if you want to see logs for the training epoch.",
-                category=PossibleUserWarning,
-            )
+    @property
+    def fetcher(self) -> ReadAheadFetcher:
+        """What reads this rank's dataloaders."""
+        assert isinstance(self._data_fetcher, ReadAheadFetcher)
+        return self._data_fetcher
 
     def measure(self) -> Sequence[_loaders.Loaders]:
         """Exchange how many batches each rank says it has, and take all numbers from the longest; all ranks meet.
 
         They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
         """
-        loader, fetcher = self._combined_loader, self._data_fetcher
-        assert loader is not None
-        assert isinstance(fetcher, ReadAheadFetcher)
+        fetcher, loader = self.fetcher, self.fetcher.combined_loader
         trainer: Any = self.trainer
         fetcher.limit = trainer.limit_train_batches
         everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
@@ -156,25 +145,21 @@ class JoinFitLoop(FitLoop):
                 " be time based, `1.0` or an int. An int k specifies checking validation every k training batches."
             )
 
-    def _check_interval(self) -> None:
-        # Only at the beginning, as Lightning does: a later epoch may be too short for a validation.
-        trainer: Any = self.trainer
-        timed = _compat.validation_interval(trainer) is not None
-        validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
-        if timed or not validates or not isinstance(trainer.val_check_interval, int):
-            return
-        if 0 < self.max_batches < trainer.val_check_interval:
-            raise JoinValueError(
-                f"`val_check_interval` ({trainer.val_check_interval}) must be less than or equal to the number of the"
-                f" training batches ({self.max_batches} on the longest rank). If you want to disable validation set"
-                " `limit_val_batches` to 0.0 instead. If you want to validate based on the total training"
-                " batches, set `check_val_every_n_epoch=None`."
-            )
+    def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
+        # As in later epochs, and before Lightning, which would not say whose dataloaders have no length.
+        assert self._combined_loader is not None
+        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
+        self.max_batches = max(lengths)
+        self._set_interval(lengths)
+
+    def _measure(self, loaders: Sequence[Any]) -> _loaders.Loaders:
+        return _loaders.measure(RunningStage.TRAINING, loaders, self.trainer.limit_train_batches)
 
     def on_run_start(self) -> None:
         super().on_run_start()
         self.agree_on_stop()
 
+    @NoStopIteration()
     def on_advance_start(self) -> None:
         self.setup_data()
         assert self._combined_loader is not None
@@ -185,8 +170,12 @@ class JoinFitLoop(FitLoop):
         take_unfrozen_parameters(strategy_of(self.trainer))
         metrics_of(self.trainer).renew()  # hooks may have made some
 
+    @NoStopIteration()
+    def advance(self) -> None:
+        super().advance()
+
+    @NoStopIteration()
     def on_advance_end(self) -> None:
-        # Lightning's, but for: ranks compare what they have logged before anything is reduced or monitored.
         trainer: Any = self.trainer
         join = join_of(trainer)
         join.check_unfrozen("at an epoch's start (on_train_epoch_start, as BackboneFinetuning does) or end")
@@ -196,22 +185,13 @@ class JoinFitLoop(FitLoop):
         metrics_of(trainer).renew()
         results = cast(JoinResultCollection, self.epoch_loop._results)
         results.reduce_all()
-        trainer._logger_connector.epoch_end_reached()
-        self.epoch_progress.increment_processed()
-        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
-        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
-        results.reduce_all()  # the hooks may have logged, and on some ranks only
-        check_monitored(trainer, join.channel)
-        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
-        trainer._logger_connector.on_epoch_end()
-        if not self.restarting and self.epoch_loop._num_ready_batches_reached():
-            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=not self.restarting)
-        # Loggers expect the same step for values of the epoch's end.
-        self.epoch_loop._batches_that_stepped -= 1
-        trainer._logger_connector.update_train_epoch_metrics()
-        self.epoch_loop._batches_that_stepped += 1
-        self.epoch_progress.increment_completed()
 
+        def compare(_: Any) -> None:
+            results.reduce_all()  # the hooks may have logged, and on some ranks only
+            check_monitored(trainer, join.channel)
+
+        with after_hook(trainer.lightning_module, "on_train_epoch_end", compare):  # before the callbacks that monitor
+            super().on_advance_end()
         self.agree_on_stop()
         if self.max_batches == 0:
             # One epoch without batches does not end the fit; the next may have some.

@@ -2,15 +2,25 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResult, ManualOptimization, call
+from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResult, ManualOptimization
 from lightning_join._loops.user_code import NoStopIteration, shadow_step
 from lightning_join._strategy_protocol import JoiningStrategy, join_of, strategy_of
+
+# What the strategy's `training_step` returns for `None`, which Lightning refuses where there are several ranks.
+NOTHING = object()
+
+
+class _StepResult(ClosureResult):
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        output = None if training_step_output is NOTHING else training_step_output
+        return super().from_training_step_output(output, normalize)
 
 
 class JoinAutomaticOptimization(AutomaticOptimization):
@@ -20,31 +30,31 @@ class JoinAutomaticOptimization(AutomaticOptimization):
     same on all ranks, also where `training_step` returned `None` and others have a loss.
     """
 
+    output_result_cls = _StepResult
     _result: ClosureResult | None = None
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        join = join_of(self.trainer)
+        join, loop = join_of(self.trainer), cast(Any, self.trainer).fit_loop.epoch_loop
         join.keeps_buffers = self._skip_backward  # StochasticWeightAveraging, in an epoch for BatchNorm alone
-        with join.around_step():
+        with loop.around_optimization(), join.around_step():
             output = super().run(optimizer, batch_idx, kwargs)
         self._result = None  # and with it the graph
         if join.keeps_buffers and join.is_last_step:
             _merge_statistics(self.trainer.lightning_module, strategy_of(self.trainer))
         if join.joined:
-            return output or {"loss": torch.zeros(())}
-        return {} if join.no_output else output
+            output = output or {"loss": torch.zeros(())}
+        elif join.no_output:
+            output = {}
+        return cast(dict[str, Any], loop.end_step(output, kwargs))
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        # Lightning's, but for: several ranks may return None.
         trainer: Any = self.trainer
         join = join_of(trainer)
         if join.joined:
             self._result = ClosureResult(shadow_step(trainer))
             return self._result
         with join.loss_step():
-            output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
-        trainer.strategy.post_training_step()
-        self._result = result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+            self._result = result = super()._training_step(kwargs)
         if result.closure_loss is not None and join.loss_factor != 1.0:
             # The result's `loss`, which is what users see, is a copy made before.
             result.closure_loss = result.closure_loss * join.loss_factor
@@ -81,7 +91,9 @@ class JoinManualOptimization(ManualOptimization):
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         with join_of(self.trainer).around_step():
-            return super().run(kwargs)
+            output = super().run(kwargs)
+        loop = cast(Any, self.trainer).fit_loop.epoch_loop
+        return cast(dict[str, Any], loop.end_step(output, kwargs))
 
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
         # Inside of what suppresses it, else it would end one rank's step alone, and in silence.

@@ -22,7 +22,7 @@ from lightning_join._loops.signals import JoinSignalConnector
 from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 
-_CLASSES: dict[type, type] = {
+CLASSES: dict[type, type] = {
     _compat.FitLoop: JoinFitLoop,
     _compat.TrainingEpochLoop: JoinEpochLoop,
     _compat.BatchProgress: JoinBatchProgress,
@@ -32,6 +32,8 @@ _CLASSES: dict[type, type] = {
     _compat.PredictionLoop: JoinPredictionLoop,
     _compat.SignalConnector: JoinSignalConnector,
 }
+for its, ours in CLASSES.items():
+    ours.__name__ = its.__name__  # by which profilers and messages know a loop
 
 
 def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
@@ -41,14 +43,14 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
         UnsupportedError: A loop is of a class of the user's own.
     """
     for part in _parts(trainer):
-        if type(part) in _CLASSES.values():
+        if type(part) in CLASSES.values():
             continue
-        if type(part) not in _CLASSES:
+        if type(part) not in CLASSES:
             raise UnsupportedError(
                 f"The trainer has a {type(part).__name__} of its own where Lightning has another class. Joining"
                 " replaces that loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
             )
-        part.__class__ = _CLASSES[type(part)]
+        part.__class__ = CLASSES[type(part)]
     for results in _results(trainer):
         results.__class__ = JoinResultCollection
         cast(JoinResultCollection, results).strategy = strategy
@@ -57,7 +59,7 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
 
 def give_back(trainer: "pl.Trainer") -> None:
     """Give the loops of `trainer` Lightning's classes again; doing it again does nothing."""
-    plain = {ours: its for its, ours in _CLASSES.items()}
+    plain = {ours: its for its, ours in CLASSES.items()}
     for part in (*_parts(trainer), *_results(trainer)):
         ours, its = type(part), plain.get(type(part), _compat.ResultCollection)
         if ours in (*plain, JoinResultCollection):

@@ -1,5 +1,8 @@
 """What the loops put around code of the user's own, and need to know of it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from functools import update_wrapper
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from lightning_join._strategy_protocol import strategy_of
 from torch_join import JoinError
+from torch_join.integration import setting
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
@@ -39,7 +43,33 @@ def shadow_step(trainer: Any) -> Tensor:
         return strategy_of(trainer).shadow_training_step()
 
 
-class NoStopIteration:
+@contextmanager
+def after_hook(module: Any, hook: str, act: Callable[[Any], Any]) -> Iterator[None]:
+    """Have `act` run right after a hook of the module's, with what the hook returned; return what `act` does."""
+    with ExitStack() as inside:
+        inside.enter_context(setting(module, **{hook: _Followed(module, hook, inside.close, act)}))
+        yield
+
+
+class _Followed:
+    """A hook in the place of a module's own; copies and pickles of the module have their own."""
+
+    def __init__(self, module: Any, hook: str, end: Callable[[], None], act: Callable[[Any], Any]) -> None:
+        self._module, self._hook, self._end, self._act = module, hook, end, act
+        update_wrapper(self, getattr(module, hook))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._end()  # the module is itself again for its own code
+        return self._act(self.__wrapped__(*args, **kwargs))  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, self._hook)
+
+
+STOPPED = "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
+
+
+class NoStopIteration(ContextDecorator):
     """Put around user code that a `StopIteration` would take out of the loop of this rank alone."""
 
     def __enter__(self) -> None:
@@ -47,18 +77,4 @@ class NoStopIteration:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, StopIteration):
-            raise JoinError(
-                "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
-            ) from error
-
-
-class KnownToProfilers:
-    """A loop whose reads profilers find under the name of Lightning's own loop."""
-
-    reads = ""
-
-    def _on_before_fetch(self: Any) -> None:
-        self.trainer.profiler.start(self.reads)
-
-    def _on_after_fetch(self: Any) -> None:
-        self.trainer.profiler.stop(self.reads)
+            raise JoinError(STOPPED) from error

@@ -1,6 +1,7 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -19,18 +20,33 @@ from torch_join.integration import RefillGuard, begin_anew, epochs_of, forget_st
 Place = dict[str, Any]
 
 
-class _PlannedFetcher(PrefetchDataFetcher):
-    """Reads no batch before it is asked for, and goes by no length."""
+class _RoundsFetcher(PrefetchDataFetcher):
+    """Reads no batch that its round does not have, also where Lightning does not know; and, if planned, none ahead."""
+
+    rounds: Any
+    is_planned = False
 
     def __next__(self) -> Any:
-        return self.batches.pop(0) if self.batches else super().__next__()
+        if self.rounds.over:
+            raise StopIteration
+        return self.batches.pop(0) if self.is_planned and self.batches else super().__next__()
 
 
-def read_as_planned(fetcher: Any) -> None:
-    """Have a fetcher of an evaluation go by the limits alone, which follow from lengths that are not known yet."""
-    if type(fetcher) is PrefetchDataFetcher:
-        fetcher.__class__ = _PlannedFetcher
+def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
+    """Have a fetcher of an evaluation or a prediction go by its rounds, if it is one that reads batches.
+
+    Args:
+        fetcher: The fetcher.
+        rounds: Its `Rounds`.
+        is_planned: Whether limits alone count, since the lengths that they follow from are not known yet.
+    """
+    if type(fetcher) is not PrefetchDataFetcher:
+        return False
+    fetcher.__class__ = _RoundsFetcher
+    vars(fetcher).update(rounds=rounds, is_planned=is_planned)
+    if is_planned:
         fetcher.length, fetcher.done = None, fetcher.done and fetcher.length is None
+    return True
 
 
 class ReadAheadFetcher(DataFetcher):
@@ -50,16 +66,24 @@ class ReadAheadFetcher(DataFetcher):
         left: Whether this rank has left the epoch, though there may be more batches.
         stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
+        next_step: Begins a step and returns its batch, which may be another rank's, or a stand-in.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.limit: int | float = 1.0
+        self.next_step: Callable[[ReadAheadFetcher], Any]
         self.said = Loaders([])
         self._has_read = False  # anything of this epoch
         self.stateful = self.rebalances = self._has_state = False
         self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
         self.reset()
+
+    def __next__(self) -> Any:
+        """Return the next step's batch, with the numbers that Lightning's fetchers return and the fit does not use."""
+        batch = self.next_step(self)
+        self.done = False  # whether a step is the epoch's last one is not said by what has been read
+        return batch, 0, 0
 
     def __iter__(self) -> "ReadAheadFetcher":
         self.reset()

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_join import _compat
 from lightning_join._compat import Stateful, parse_num_batches, sized_len
 from lightning_join._reading.samplers import sharded_samples
 from torch_join import JoinValueError
@@ -29,6 +28,7 @@ class Loaders:
 
     Attributes:
         limits: Number of batches to run per dataloader, infinite where nobody knows.
+        lengths: The same without a limit.
         error: Why they cannot be run, if they cannot.
         certain: Whether a dataloader surely has as many batches as it says.
         planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
@@ -38,6 +38,7 @@ class Loaders:
     """
 
     limits: list[int | float]
+    lengths: list[int | float] = field(default_factory=list)
     error: str | None = None
     certain: list[bool] = field(default_factory=list)
     planned: list[bool] = field(default_factory=list)
@@ -49,20 +50,24 @@ class Loaders:
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
     """Measure this rank's dataloaders; an error is a result too, since all ranks must hear of it."""
     limits: list[int | float] = []
+    lengths: list[int | float] = []
     planned: list[bool] = []
     error = None
     for loader in loaders:
         length = sized_len(loader)
         planned.append(length is not None and not is_length_certain(loader))
         try:
-            limits.append(parse_num_batches(stage, float("inf") if length is None else length, limit))
+            lengths.append(float("inf") if length is None else length)
+            limits.append(parse_num_batches(stage, lengths[-1], limit))
         except MisconfigurationException as why:
             limits.append(int(planned[-1]))  # nobody knows yet
             error = error or str(why)
     stateful = any(isinstance(loader, Stateful) for loader in loaders)
     sharded = [sharded_samples(loader) for loader in loaders]
     certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
-    return Loaders(limits, error, certain, planned, [_full_batches(loader) for loader in loaders], stateful, sharded)
+    return Loaders(
+        limits, lengths, error, certain, planned, [_full_batches(loader) for loader in loaders], stateful, sharded
+    )
 
 
 def _full_batches(loader: Any) -> tuple[int, int] | None:
@@ -84,45 +89,23 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
     return min(steps, default=0)
 
 
-def warn(loaders: Sequence[Any], everyone: Sequence[Loaders]) -> None:
+def warn(everyone: Sequence[Loaders]) -> None:
     """Warn of dataloaders that run, but probably not as the user means them to."""
-    for place, loader in enumerate(loaders):
+    for place in range(len(everyone[0].sharded)):
         remedy = "Pass Trainer(use_distributed_sampler=False)"
         samples = [each.sharded[place] for each in everyone]
         if (text := dealt_again(samples, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
             rank_zero_warn(text)
-        if sized_len(loader) is not None and has_iterable_dataset(loader):
-            rank_zero_warn(  # the text is Lightning's
-                "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when"
-                " num_workers > 1), `__len__` could be inaccurate if each worker is not configured independently to"
-                " avoid having duplicate data."
-            )
 
 
-def make(trainer: Any, source: Any, function: TrainerFn, stage: RunningStage, mode: Any) -> CombinedLoader:
-    """Make this rank's dataloaders for a `function` of the trainer, combined in `mode` unless they are already."""
-    requested = _compat.request_dataloader(source)
-    loader = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, mode)
-    if function == TrainerFn.FITTING and trainer.overfit_batches > 0:
-        _compat.resolve_overfit_batches(loader, stage)
-    flattened = []
-    for part in loader.flattened:
-        _compat.check_dataloader_iterable(part, source, function)
-        flattened.append(_compat.process_dataloader(trainer, function, stage, part))
-    loader.flattened = flattened
-    return loader
-
-
-def load(trainer: Any, source: Any, stage: RunningStage, limit: int | float) -> tuple[CombinedLoader, Loaders]:
-    """Make this rank's dataloaders for an evaluation or a prediction, and measure them."""
-    loader = make(trainer, source, trainer.state.fn, stage, "sequential")
-    mine = measure(stage, loader.flattened, limit)
+def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
+    """Add the error to what this rank has measured, if one of the dataloaders would be cycled and is empty."""
     empty = [place for place, n in enumerate(mine.limits) if n == 0 and not mine.planned[place]]
     if loader._mode == "max_size_cycle" and mine.error is None and empty and sum(mine.limits) > 0:
         what = f"Dataloader {empty[0]} of a CombinedLoader(mode='max_size_cycle') is empty"
         remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"
         mine = replace(mine, error=f"{what}, so it {remedy}.")
-    return loader, mine
+    return mine
 
 
 def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -10,12 +11,14 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, SequentialSampler
 from torchdata.nodes import Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join import _compat
+from lightning_join._loops.takeover import CLASSES
 from tests.needs import has
 
 TRAINER = pl.Trainer(
@@ -24,22 +27,21 @@ TRAINER = pl.Trainer(
 
 STAGES = ("pre_backward", "backward", "post_backward")
 LOOP_ATTRIBUTES = {
-    "fit_loop": """_combined_loader _data_fetcher _data_source _last_train_dl_reload_epoch _should_reload_train_dl
-        _combined_loader_states_to_load _can_stop_early epoch_loop epoch_progress max_batches on_advance_start
-        on_advance_end on_run_start setup_data""",
-    "fit_loop.epoch_loop": """_build_kwargs _is_training_done _num_ready_batches_reached _results _should_accumulate
-        _should_check_val_epoch _should_check_val_fx _skip_next_val automatic_optimization batch_idx batch_progress
-        manual_optimization on_advance_end on_run_start restarted_on_last restarted_on_train_batch_end
-        scheduler_progress update_lr_schedulers val_loop""",
+    "fit_loop": """_combined_loader _data_fetcher _last_train_dl_reload_epoch _combined_loader_states_to_load
+        _can_stop_early epoch_loop epoch_progress max_batches on_advance_start on_advance_end on_run_start
+        setup_data""",
+    "fit_loop.epoch_loop": """_is_training_done _results _should_accumulate _should_check_val_epoch
+        _should_check_val_fx advance automatic_optimization batch_idx batch_progress done
+        manual_optimization on_advance_end on_run_start restarted_on_train_batch_end scheduler_progress
+        update_lr_schedulers val_loop""",
     "fit_loop.epoch_loop.automatic_optimization": "_make_backward_fn _skip_backward _training_step optim_progress run",
     "fit_loop.epoch_loop.manual_optimization": "_output advance optim_step_progress run",
-    "fit_loop.epoch_loop.val_loop": """_combined_loader _data_source _evaluation_step _has_run
-        _last_val_dl_reload_epoch _max_batches _results _seen_batches_per_dataloader _should_reload_val_dl _stage
-        _store_dataloader_outputs _trainer_fn increment_progress_to_evaluation_end restarted_mid_evaluation""",
-    "predict_loop": """_combined_loader _data_fetcher _data_source _predict_step max_batches on_run_end on_run_start
-        reset setup_data""",
+    "fit_loop.epoch_loop.val_loop": """_combined_loader _data_fetcher _evaluation_step _has_run _max_batches
+        _on_evaluation_epoch_end _results _seen_batches_per_dataloader _stage
+        _store_dataloader_outputs on_run_end on_run_start reset setup_data skip""",
+    "predict_loop": "_combined_loader _data_fetcher _predict_step max_batches on_run_end reset setup_data skip",
     "_signal_connector": "_sigterm_notifier_fn received_sigterm",
-    "_logger_connector": "on_batch_end on_batch_start update_eval_step_metrics update_train_step_metrics",
+    "_logger_connector": "on_batch_end on_batch_start update_eval_step_metrics",
 }
 
 
@@ -50,6 +52,65 @@ def test_lightnings_loops(path: str) -> None:
         part = getattr(part, name)
     known = {*dir(part), *vars(part)}
     assert set(LOOP_ATTRIBUTES[path].split()) <= known
+
+
+def loop_run(loop: Any) -> Any:
+    """Return what Lightning's loop runs without gradients."""
+    return inspect.getclosurevars(loop.run).nonlocals["loop_run"]
+
+
+# What Lightning's loops come by, in this order: where ours says and hears what ranks have to agree on.
+DOORS = {
+    _compat.TrainingEpochLoop.advance: """next(data_fetcher) batch_progress.is_last_batch=data_fetcher.done
+        precision_plugin.convert_input( ._on_before_batch_transfer( "batch_to_device" increment_ready(
+        on_batch_start( callback_hooks(trainer,"on_train_batch_start" module_hook(trainer,"on_train_batch_start"
+        response==-1 increment_started( automatic_optimization.run( manual_optimization.run( increment_processed(
+        self.update_lr_schedulers("step" callback_hooks(trainer,"on_train_batch_end"
+        module_hook(trainer,"on_train_batch_end" on_batch_end(""",
+    _compat.FitLoop.on_advance_end: """monitoring_callbacks=False module_hook(trainer,"on_train_epoch_end")
+        monitoring_callbacks=True""",
+    _compat.FitLoop.setup_data: """barrier( _process_dataloader( self._combined_loader=combined_loader
+        len(dl)ifhas_len_all_ranks( self._load_combined_loader_states() self._data_fetcher= self.max_batches=""",
+    loop_run(_compat.EvaluationLoop): """setup_data() skip reset() on_run_start() next(data_fetcher)
+        _store_dataloader_outputs() is_last_batch=data_fetcher.done _evaluation_step( exceptStopIteration
+        _store_dataloader_outputs() on_run_end()""",
+    _compat.EvaluationLoop.setup_data: """barrier( _process_dataloader( self._combined_loader=combined_loader
+        self._max_batches=[] len(dl)ifhas_len_all_ranks(""",
+    loop_run(_compat.PredictionLoop): """setup_data() skip reset() on_run_start() next(data_fetcher)
+        is_last_batch=data_fetcher.done _predict_step( exceptStopIteration on_run_end()""",
+    _compat.PredictionLoop.setup_data: """barrier( self.max_batches=[] _process_dataloader(
+        len(dl)ifhas_len_all_ranks( self._combined_loader=combined_loader""",
+    _compat.AutomaticOptimization._training_step: """"training_step", training_step_outputisNone
+        self.output_result_cls.from_training_step_output(""",
+}
+
+
+@pytest.mark.parametrize("function", DOORS, ids=lambda function: function.__qualname__)
+def test_what_lightnings_loops_come_by(function: Any) -> None:
+    source = re.sub(r"\s+", "", inspect.getsource(function))
+    for door in DOORS[function].split():
+        assert door in source, f"{door} is not there, or before the one that it came after"
+        source = source.split(door, 1)[1]
+
+
+# Nobody comes by these with all that is needed: Lightning's own collective in each step, which a meeting replaces; the
+# values of a dataloader, which every rank stores for each, in order.
+REPLACED = {"_broadcast_sigterm_tensor", "_store_dataloader_outputs"}
+
+
+def test_no_body_of_a_loop_is_written_again() -> None:
+    replaced = set()
+    loops = {its: ours for its, ours in CLASSES.items() if issubclass(its, _compat.FitLoop.__base__)}
+    assert len(loops) == 6
+    for its, ours in loops.items():
+        for cls in ours.__mro__[: ours.__mro__.index(its)]:
+            for name, member in vars(cls).items():
+                function = member.fget if isinstance(member, property) else member
+                if not name.startswith("__") and name in dir(its) and inspect.isfunction(function):
+                    source = inspect.getsource(function)
+                    if not re.search(rf"super\(|{its.__name__.lstrip('_')}\.{name}\.fget\(", source):
+                        replaced.add(name)
+    assert replaced == REPLACED
 
 
 def test_what_predict_records_and_deals_out() -> None:
@@ -91,11 +152,11 @@ def test_what_the_callbacks_read_and_undo() -> None:
     assert not _compat.has_dataloaders(TRAINER)
     assert _compat.epoch_end_step(TRAINER) == -1
     # A callback's `setup` comes before the module's, and a run that raises tears no callback down.
-    setup = inspect.getsource(_compat.call._call_setup_hook)
+    setup = inspect.getsource(call._call_setup_hook)
     assert setup.index('_call_callback_hooks(trainer, "setup"') < setup.index(
         '_call_lightning_module_hook(trainer, "setup"'
     )
-    handler = inspect.getsource(_compat.call._call_and_handle_interrupt).split("except BaseException")[1]
+    handler = inspect.getsource(call._call_and_handle_interrupt).split("except BaseException")[1]
     assert "_interrupt(trainer" in handler
     assert "trainer._teardown()" in handler
     assert "_call_teardown_hook" not in handler

@@ -144,7 +144,7 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Fit((2, 5)),
         {"val_check_interval": 6},
-        ("JoinValueError", "`val_check_interval` (6)", "(5 on the longest rank)"),
+        ("ValueError", "`val_check_interval` (6)", "training batches (5)"),
     ),
     "interval-stream": (
         Module,
@@ -190,6 +190,43 @@ def test_stop_iteration_in_a_step_does_not_end_the_epoch_of_one_rank(workers: Wo
     survivor, culprit = workers.outcomes(2, fit, Fit((4, 6)), Exhausts)
     assert "JoinError: A step or a hook raised StopIteration" in culprit.error
     assert "PeerFailedError: Rank 1 failed" in survivor.error
+
+
+HOOKS = [
+    *("on_train_epoch_start", "on_before_batch_transfer", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_after_backward", "lr_scheduler_step", "on_train_batch_end", "on_validation_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"),
+]
+
+
+class ExhaustsIn(Module):
+    """Raises `StopIteration` out of a hook, on one rank."""
+
+    hook: str
+
+    def setup(self, stage: str) -> None:
+        setattr(self, self.hook, self.exhaust)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([self.case.batch(0, 0, 0)], batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        pass
+
+    def exhaust(self, *args: Any, **_: Any) -> Any:
+        if self.trainer.global_rank == 1:
+            next(iter(()))
+        return args[0] if args else None
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_stop_iteration_in_a_hook_does_not_end_a_loop_of_one_rank(workers: Workers, hook: str) -> None:
+    case = Fit((3, 4), scheduler="step")
+    survivor, culprit = workers.outcomes(
+        2, fit, case, ExhaustsIn, {"hook": hook}, {"limit_val_batches": 1, "num_sanity_val_steps": 0}
+    )
+    assert "JoinError: A step or a hook raised StopIteration" in culprit.error, culprit
+    assert "PeerFailedError: Rank 1 failed" in survivor.error, survivor
 
 
 class HearsOfAnother(Module):

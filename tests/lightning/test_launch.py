@@ -125,8 +125,16 @@ class Pickling(Module):
         self.pickle_all(self.trainer, "at the epoch's end")
 
 
+class PickleInCallback(pl.Callback):
+    """Does the same before the module's own hook."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == max(module.case.lengths) - 1:
+            module.pickle_all(trainer, "in a callback")
+
+
 def fit_pickling(rank: int, case: Fit, strategy: str, with_callback: bool) -> list[str]:
-    callbacks = [TQDMProgressBar(), JoinMonitor(), *([JoinCallback()] if with_callback else [])]
+    callbacks = [TQDMProgressBar(), JoinMonitor(), PickleInCallback(), *([JoinCallback()] if with_callback else [])]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_progress_bar=True)
     module = Pickling(case)
     module.pickle_all(trainer, "before the fit")

@@ -1,0 +1,101 @@
+"""What Lightning sets a loop up with: this rank's dataloaders, but for a length that is the longest rank's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_join._reading.loaders import Loaders, exchange
+from torch_join.integration import Channel, setting
+
+
+class Evened:
+    """The dataloaders of a loop, while Lightning sets it up.
+
+    Lightning takes all numbers of a loop from its dataloaders' lengths. The first time that one is asked for, all
+    ranks exchange theirs, of all dataloaders that there are by then.
+
+    Args:
+        channel: Where the ranks meet.
+        measure: Measures this rank's dataloaders.
+        check: Called with what each rank has measured.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        measure: Callable[[Sequence[Any]], Loaders],
+        check: Callable[[Sequence[Loaders]], None] | None,
+    ) -> None:
+        self._channel, self._measure, self._check = channel, measure, check
+        self._loaders: list[Any] = []
+        self._longest: list[int | float] = []
+
+    def add(self, loader: Any) -> "EvenedLoader":
+        """Return what stands for a dataloader."""
+        self._loaders.append(loader)
+        return EvenedLoader(loader, len(self._loaders) - 1, self)
+
+    def longest(self, place: int) -> int | float:
+        """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""
+        if place >= len(self._longest):
+            everyone = exchange(self._channel, self._measure(self._loaders))
+            self._longest = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
+            if self._check is not None:
+                self._check(everyone)
+        return self._longest[place]
+
+
+class EvenedLoader:
+    """Stands for a dataloader: `isinstance` takes it for one, and whoever sets or gets attributes for the same."""
+
+    def __init__(self, loader: Any, place: int, loop: Evened) -> None:
+        vars(self).update(own_loader=loader, place_in_loop=place, dataloaders=loop)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.own_loader)
+
+    def __len__(self) -> int:
+        longest = self.dataloaders.longest(self.place_in_loop)
+        if longest == float("inf"):
+            raise TypeError("The dataloader of some rank has no length.")
+        return int(longest)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield nothing: a reader that is made in the set-up is not gone through, and must not begin anything."""
+        return iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.own_loader, name, value)
+
+
+@contextmanager
+def evened(
+    loop: Any,
+    strategy: Any,
+    measure: Callable[[Sequence[Any]], Loaders],
+    check: Callable[[Sequence[Loaders]], None] | None = None,
+) -> Iterator[None]:
+    """Have Lightning set a loop up with lengths that all ranks have; then the loop has this rank's own dataloaders.
+
+    Where Lightning waits for all ranks in the set-up, a failure of one is heard of.
+
+    Args:
+        loop: The loop.
+        strategy: The trainer's, which processes the dataloaders.
+        measure: Measures this rank's dataloaders.
+        check: Called with what each rank has measured, before Lightning takes any number from it.
+
+    Raises:
+        DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
+    """
+    try:
+        with setting(strategy, sets_up=True, evened=Evened(strategy.channel, measure, check)):
+            yield
+    finally:
+        combined = loop._combined_loader
+        if combined is not None and any(type(part) is EvenedLoader for part in combined.flattened):
+            combined.flattened = [part.own_loader for part in combined.flattened]
