@@ -12,6 +12,7 @@ from torch_join._base.errors import (
     JoinTimeoutError,
     JoinTypeError,
     JoinValueError,
+    JoinWarning,
     PeerFailedError,
     UnsupportedError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "JoinTimeoutError",
     "JoinTypeError",
     "JoinValueError",
+    "JoinWarning",
     "JoinableMetric",
     "JoinableModel",
     "JoinableOptimizer",

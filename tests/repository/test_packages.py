@@ -1,6 +1,7 @@
 """The packages: their public names, what they import, what tests know of their inside."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,8 @@ PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
 
 PUBLIC = {
     torch_join: """
-        EarlyTerminationError Join JoinError JoinMonitor JoinTimeoutError JoinTypeError JoinValueError JoinableMetric
-        JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler
+        EarlyTerminationError Join JoinError JoinMonitor JoinTimeoutError JoinTypeError JoinValueError JoinWarning
+        JoinableMetric JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler
         UnsupportedError Weighting windows
     """,
     torch_join.integration: """
@@ -169,7 +170,10 @@ GONE = {
     ],
     "lightning_join": [
         ("lightning.pytorch.loops.progress._BatchProgress", "cannot import name '_BatchProgress'"),
-        ("lightning.pytorch.trainer.call._call_strategy_hook", "lightning.pytorch.trainer.call._call_strategy_hook"),
+        (
+            "lightning.pytorch.loops._EvaluationLoop._store_dataloader_outputs",
+            "_EvaluationLoop._store_dataloader_outputs",
+        ),
         ("lightning.fabric.utilities.data._set_sampler_epoch", "cannot import name '_set_sampler_epoch'"),
     ],
     "lightning_join.fabric": [("lightning.fabric.wrappers._unwrap_objects", "cannot import name '_unwrap_objects'")],
@@ -219,3 +223,30 @@ def test_a_private_name_that_has_gone_is_told_as_a_package_is_imported(
     assert f"does not have what this package needs of it ({text}" in error
     assert f"It works with {framework} 2." in error or f"It works with {framework} 1." in error
     assert error.endswith("install one of these versions, or a newer version of this package.")
+
+
+NEWER = {
+    "torch": "torch_join",
+    "lightning": "lightning_join, lightning_join.fabric",
+    "pytorch_lightning": "pytorch_lightning_join",
+    "accelerate": "accelerate_join",
+    "transformers": "accelerate_join.transformers",
+}
+RAISED = """
+import importlib.metadata, os, sys, warnings
+own = importlib.metadata.version
+importlib.metadata.version = lambda name: "99.0.dev1" if name == {framework!r} else own(name)
+warnings.simplefilter("always")
+import {packages}
+"""
+
+
+@pytest.mark.parametrize("framework", NEWER)
+def test_a_newer_version_is_used_with_one_warning_in_a_job(framework: str) -> None:
+    pytest.importorskip(framework)
+    script = RAISED.format(framework=framework, packages=NEWER[framework])
+    for rank, said in (("0", 1), ("1", 0)):
+        environ = {**os.environ, "RANK": rank}
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f" {framework} 99.0.dev1 is newer than those") == said, done.stderr

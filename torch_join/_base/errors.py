@@ -8,6 +8,8 @@
     ├── PeerFailedError               another rank failed; the message says which and why
     └── JoinTimeoutError (TimeoutError)  another rank did not answer in time
 
+    JoinWarning (UserWarning)         what works, but perhaps not as meant
+
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
 """
 
@@ -50,6 +52,10 @@ class PeerFailedError(JoinError):
 
 class JoinTimeoutError(JoinError, TimeoutError):
     """Another rank did not answer in time."""
+
+
+class JoinWarning(UserWarning):
+    """What works, but perhaps not as meant."""
 
 
 def raise_any(error: BaseException | None) -> None:

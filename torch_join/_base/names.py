@@ -1,18 +1,23 @@
 """Whether a framework still has the private names that this project relies on.
 
 Compat modules say which, as they are imported. What has gone is told by one error, which says what was seen to work,
-and not by an `AttributeError` from inside of a hook, in the midst of a training.
+and not by an `AttributeError` from inside of a hook, in the midst of a training. A framework that is newer than any
+that was seen to have them is used, with a warning.
 """
 
 import dis
 import inspect
+import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from multiprocessing import parent_process
 from types import FunctionType
 from typing import Any
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinWarning, UnsupportedError
 
 TORCH = "2.6 to 2.14"  # seen to have what is needed
 
@@ -25,6 +30,9 @@ def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
         seen: The versions that were seen to have all of it.
         needed: By class or module, the names that its objects must have, with spaces between.
 
+    Warns:
+        JoinWarning: Once in a job, if the installed version is newer than those.
+
     Raises:
         UnsupportedError: It lacks some.
     """
@@ -33,6 +41,29 @@ def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
     ]
     if missing:
         raise _gone(framework, seen, ", ".join(missing))
+    _warn_of_newer(framework.partition(".")[0], seen)
+
+
+_NUMBERS = re.compile(r"\d+(?:\.\d+)*")
+_judged: set[str] = set()
+
+
+def _warn_of_newer(framework: str, seen: str) -> None:
+    """Warn where it is the first process of a job that imports this, which the launcher's variables say."""
+    first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK"))
+    if framework in _judged or not first or parent_process() is not None:
+        return
+    _judged.add(framework)
+    installed = version(framework)
+    newest = [int(part) for part in _NUMBERS.findall(seen)[-1].split(".")]
+    if [int(part) for part in _NUMBERS.match(installed)[0].split(".")][: len(newest)] > newest:  # type: ignore[index]
+        warnings.warn(
+            f"{framework} {installed} is newer than those that this package was tested with ({seen}). All names that"
+            " it relies on are there, so it is used. `python -m torch_join doctor` trains with it and compares the"
+            " result with that of one process.",
+            JoinWarning,
+            stacklevel=3,
+        )
 
 
 @contextmanager
