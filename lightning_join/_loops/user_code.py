@@ -55,7 +55,7 @@ class _Followed:
     """A hook in the place of a module's own; copies and pickles of the module have their own."""
 
     def __init__(self, module: Any, hook: str, end: Callable[[], None], act: Callable[[Any], Any]) -> None:
-        self._module, self._hook, self._end, self._act = module, hook, end, act
+        self._owner, self._hook, self._end, self._act = module, hook, end, act
         update_wrapper(self, getattr(module, hook))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class _Followed:
         return self._act(self.__wrapped__(*args, **kwargs))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module, self._hook)
+        return getattr, (self._owner, self._hook)
 
 
 STOPPED = "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."

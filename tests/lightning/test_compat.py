@@ -110,7 +110,7 @@ def test_no_body_of_a_loop_is_written_again() -> None:
                     source = inspect.getsource(function)
                     if not re.search(rf"super\(|{its.__name__.lstrip('_')}\.{name}\.fget\(", source):
                         replaced.add(name)
-    assert replaced == REPLACED
+    assert replaced == {name for name in REPLACED if any(hasattr(its, name) for its in loops)}
 
 
 def test_what_predict_records_and_deals_out() -> None:
