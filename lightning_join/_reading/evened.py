@@ -18,6 +18,9 @@ class Evened:
         channel: Where the ranks meet.
         measure: Measures this rank's dataloaders.
         check: Called with what each rank has measured.
+
+    Attributes:
+        is_over: Whether the set-up is: what still holds one of these dataloaders, as a user's wrapper, has its own.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class Evened:
         check: Callable[[Sequence[Loaders]], None] | None,
     ) -> None:
         self._channel, self._measure, self._check = channel, measure, check
+        self.is_over = False
         self._loaders: list[Any] = []
         self._longest: list[int | float] = []
 
@@ -56,16 +60,20 @@ class EvenedLoader:
         return type(self.own_loader)
 
     def __len__(self) -> int:
+        if self.dataloaders.is_over:
+            return len(self.own_loader)
         longest = self.dataloaders.longest(self.place_in_loop)
         if longest == float("inf"):
             raise TypeError("The dataloader of some rank has no length.")
         return int(longest)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield nothing: a reader that is made in the set-up is not gone through, and must not begin anything."""
-        return iter(())
+        """Yield nothing in the set-up: a reader that is made there is not gone through, and must not begin anything."""
+        return iter(self.own_loader if self.dataloaders.is_over else ())
 
     def __getattr__(self, name: str) -> Any:
+        if name == "own_loader":  # of one that is being copied
+            raise AttributeError(name)
         return getattr(self.own_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -92,10 +100,12 @@ def evened(
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
     """
+    dataloaders = Evened(strategy.channel, measure, check)
     try:
-        with setting(strategy, sets_up=True, evened=Evened(strategy.channel, measure, check)):
+        with setting(strategy, sets_up=True, evened=dataloaders):
             yield
     finally:
+        dataloaders.is_over = True
         combined = loop._combined_loader
         if combined is not None and any(type(part) is EvenedLoader for part in combined.flattened):
             combined.flattened = [part.own_loader for part in combined.flattened]
