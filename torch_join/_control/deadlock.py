@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -291,7 +291,7 @@ class Lookout:
             channel.call_roll()  # a rank may not have sent its connections yet
 
     def _note_ports(self, channel: Any) -> None:
-        self.ports = [*_connections(channel.files).values()][:_MOST_PORTS]
+        self.ports = [connection for _, connection in _connections(channel.files)][:_MOST_PORTS]
 
     def _cut(self, channel: Any) -> None:
         """End the connections between this process and those of other ranks: the collective's."""
@@ -299,31 +299,25 @@ class Lookout:
         others = {
             (*port[2:], *port[:2]) for rank in places if rank != channel.rank for port in places[rank].ports or ()
         }
-        for file, connection in _connections(channel.files).items():
+        for copy, connection in _connections(channel.files):
             if connection in others:
-                with suppress(OSError), socket.socket(fileno=os.dup(file)) as copy:
-                    if _ends(copy) == connection:  # else another thread has opened something in its place
-                        copy.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
-def _connections(own: Iterable[int]) -> dict[int, _Connection]:
-    """Return this process's connections, by file, but those of the channel and of the job's store; Linux alone."""
-    found, store = {}, _compat.store_port()
+def _connections(own: Container[int]) -> Iterator[tuple[socket.socket, _Connection]]:
+    """Yield copies of this process's connections, but those of the channel and of the job's store; Linux alone."""
+    store = _compat.store_port()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
+            with suppress(OSError):  # another thread has closed it; or it listens
                 if int(name) in own or not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if (ends := _ends(copy)) is not None and store not in ends:
-                        found[int(name)] = ends
-    return found
-
-
-def _ends(connection: socket.socket) -> _Connection | None:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-        return None
-    return (*connection.getsockname()[:2], *connection.getpeername()[:2])
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                        ends = (*copy.getsockname()[:2], *copy.getpeername()[:2])
+                        if store not in ends:
+                            yield copy, ends
 
 
 def _still_waiting(places: Mapping[int, Where], names: Sequence[int], seconds: float) -> str:
