@@ -397,7 +397,7 @@ def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answer
     channel.rank, channel.world_size = rank, world_size
     stream, channel._node = channel._stream, mock.Mock(layout=layout)
     channel._node.call_roll.return_value = 1, 0.0
-    answer = _codec.encode((False, None, None))
+    answer = _codec.encode((False, None))
     stream.places = {other: (1, answer if other in answered else b"") for other in reached}
     with mock.patch.object(_channel, "_ANSWERS_WITHIN", 0.0):
         return channel.health().silent
@@ -592,7 +592,8 @@ def deadlock_seconds(seconds: float) -> Iterator[None]:
 def issued_collectives() -> tuple[int, dict[str, str], tuple[str, int, str] | None]:
     """What is known of this rank's collectives of all ranks: how many, the last few, and the one that is pending."""
     found = _whereabouts.issued(threading.get_ident())
-    return *found.last["0:gloo"], found.pending
+    names = found.last["0:gloo"]
+    return max(names), {str(number): name for number, name in names.items()}, found.pending
 
 
 def where(
@@ -604,10 +605,10 @@ def where(
 ) -> _deadlock.Where:
     """Where a rank of three is: what it waits for, what it has passed, and what it has issued in the group of all."""
     count, is_pending, name = issued or (most, False, "")
-    groups = {"0:gloo": (count, {str(count): name})} if issued else {}
+    groups = {"0:gloo": {count: name}} if issued else {}
     pending = ("0:gloo", count, name) if is_pending else None
-    waits = None if awaits is None else (*awaits, 0)
-    return _deadlock.Where(kind, kind, "", None, waits, [*passed], "", {"0": count}, groups, pending, None, ([], 0))
+    waits = None if awaits is None else (0, *awaits, 0)
+    return _deadlock.Where(kind, kind, "", "", 0, waits, {0: [*passed]}, 1, {"0": count}, groups, pending, None, [])
 
 
 def stuck_ranks(places: Sequence[_deadlock.Where]) -> dict[int, set[int]]:

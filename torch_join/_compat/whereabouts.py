@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
@@ -30,45 +31,47 @@ _PASSED = {
     *("lightning_fabric", "lightning_utilities", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics"),
     *sys.stdlib_module_names,
 }
-_LAST = 8  # operations of each group
+_LAST = 8  # operations of each group, at most
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where a thread is.
 
     Attributes:
         kind: "collective", if it waits for one; "backward"; or "elsewhere".
         what: In words.
-        at: File and line of the user's code.
         group: The name of the collective's group, if that is known.
+        at: File and line of the user's code.
+        computed: For how many ticks it has computed, which stand still as long as it waits.
     """
 
     kind: str
     what: str
-    at: str
     group: str
+    at: str
+    computed: int
 
 
 class Issued(NamedTuple):
     """A rank's collectives.
 
     Attributes:
-        last: By a group's name and a backend of it, each of which numbers its own ("0:gloo"): the last number, and the
-            names of the last few.
+        last: By a group's name and a backend of it, each of which numbers its own ("0:gloo"): the names of the last
+            few, by number.
         pending: The last one that a thread has issued, if it is not done: whose, its number and its name.
     """
 
-    last: dict[str, tuple[int, dict[str, str]]]
+    last: dict[str, dict[int, str]]
     pending: tuple[str, int, str] | None
 
 
-def place_of(thread: int) -> Place:
-    """Return where a thread is; it goes on meanwhile."""
+def place_of(thread: int, native: int) -> Place:
+    """Return where a thread is, by both of its numbers; it goes on meanwhile."""
     frame = inner = _frames().get(thread)
     while inner is not None and (inner.f_code.co_filename == _LOGGER_FILE or _module(inner).startswith(_WRAPS)):
         inner = inner.f_back
-    kind, what, group = ("elsewhere", "", "") if inner is None else _waits_in(inner)
-    return Place(kind, what, _at(frame), group)
+    return Place(*(("elsewhere", "", "") if inner is None else _waits_in(inner)), _at(frame), _computed(native))
 
 
 def _waits_in(inner: FrameType) -> tuple[str, str, str]:
@@ -103,8 +106,7 @@ def _at(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def computed(native: int) -> int:
-    """Return for how many ticks a thread (by its native id) has computed; it stands still as long as that waits."""
+def _computed(native: int) -> int:
     with suppress(OSError):
         fields = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
@@ -129,8 +131,7 @@ def issued(thread: int) -> Issued:
     """
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         return Issued({}, None)
-    found: dict[str, dict[str, str]] = {}
-    last: dict[str, int] = {}
+    last: dict[str, dict[int, str]] = {}
     pending: tuple[str, int, str] | None = None
     entries = pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", ())
     for entry in sorted(entries, key=itemgetter("record_id")):
@@ -138,15 +139,14 @@ def issued(thread: int) -> Issued:
             continue
         backend, _, name = entry["profiling_name"].partition(":")
         whose, number = f"{entry['process_group'][0]}:{backend}", entry["collective_seq_id"]
-        found.setdefault(whose, {})[str(number)] = name
+        names = last.setdefault(whose, {})
+        if names and number <= max(names):  # a new group of that name
+            names.clear()
+        names[number] = name
         if entry.get("thread_id") == str(thread):
             pending = None if entry["retired"] else (whose, number, name)
-        last[whose] = number  # of the newest group of that name
-    return Issued({whose: (number, _last(found[whose], number)) for whose, number in last.items()}, pending)
-
-
-def _last(names: dict[str, str], number: int) -> dict[str, str]:
-    return {str(each): names[str(each)] for each in range(number - _LAST, number + 1) if str(each) in names}
+        names.pop(number - _LAST, None)
+    return Issued(last, pending)
 
 
 def store_port() -> int:

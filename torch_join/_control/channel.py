@@ -15,12 +15,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
-from torch_join._compat import whereabouts as _compat
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
-from torch_join._control.deadlock import DEADLOCK, Lookout, Watch, Where
+from torch_join._control.deadlock import DEADLOCK, Watch
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
 from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
 
@@ -32,14 +31,7 @@ _SOME = 1 << 28  # barriers of some ranks, at most, between two of all
 _LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
 TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless the user says otherwise
-_ANSWER = tuple[bool, Status | None, Where | None]
-_MEETINGS = {
-    "barrier": "a step's meeting, where ranks say whether they have a batch,",
-    "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that takes all ranks)",
-    "some": "a meeting of the ranks that have batches left",
-    "record": "the tail of a loop, in which it has no batch and follows the others,",
-    "ask": "a question to others: whether they come to the same, in a step that is its last, or stop",
-}
+_ANSWER = tuple[bool, Status | None]
 
 
 class Channel:
@@ -57,7 +49,7 @@ class Channel:
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
         suspect: Called again and again in a wait for others, which ends with what it raises.
-        thread: The thread that waits here, or may.
+        thread: The thread that waits here, or may, by both of its numbers.
         looks_every: Seconds of a wait between two such calls, each of which comes after a look at the processes.
         before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
             put off.
@@ -66,6 +58,9 @@ class Channel:
     def __init__(self, tree: Tree | None = None, timeout: timedelta = TIMEOUT) -> None:
         self._tree = tree = tree or Tree.of_one()
         self._node, self._links = tree.node, tree.links
+        self.thread = threading.get_ident(), threading.get_native_id()
+        if len(tree.node.global_ranks) > 1:
+            tree.watch = tree.watch or Watch(tree)
         self._number, self._stream = tree.open()
         self._timeout = timeout
         self.rank = tree.node.rank
@@ -79,12 +74,8 @@ class Channel:
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
         self.barrier_number, self._them = 0, 0  # and of whom that is
         self._gathers = self.records = self._asked = 0
-        self._waits = False
-        self._awaits: tuple[str, int, int, Callable[[], bool]] | None = (
-            None  # what, its number, of whom, whether it came
-        )
+        self._awaits: tuple[str, int, int, Callable[[], bool]] | None = None  # see `_until`, and whether it has come
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
-        self.thread, self._native = threading.get_ident(), threading.get_native_id()  # that waits, or may
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: JoinError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
@@ -92,10 +83,7 @@ class Channel:
         # Weakly, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
-        self.lookout = Lookout()
-        if self.world_size > 1:
-            tree.channels[self._number] = weakref.ref(self)
-            tree.watch = tree.watch or Watch(tree)
+        tree.channels[self._number] = self
 
     # ------------------------------------------------------------ meetings
 
@@ -345,12 +333,6 @@ class Channel:
         self._links.read()
         return self._known_failure()
 
-    @property
-    def deadlock(self) -> str:
-        """Which ranks wait for each other for ever, and where, if that was told of; else nothing."""
-        error = self.failure()
-        return str(error) if error is not None and str(error).startswith(DEADLOCK) else ""
-
     def _known_failure(self) -> JoinError | None:
         if self._heard is None and (data := self._stream.failure) is not None:
             self._heard = self._read_failure(data)
@@ -422,8 +404,7 @@ class Channel:
         self._tree.wait(enough, lambda: None)
         found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
         # Who has left has been reached, and answers nothing.
-        full = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
-        answers = {rank: (waits, status) for rank, (waits, status, _) in full.items()}
+        answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         stuck = {*missing} - found.keys()
         silent = [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)]
@@ -432,52 +413,22 @@ class Channel:
         return Health(answers, silent)
 
     def _place(self) -> bytes:
+        waits = self._awaits is not None
         try:
-            return _codec.encode((self._waits, self.status(), self.where()))
+            return _codec.encode((waits, self.status()))
         except Exception:  # the status is in the making, in another thread
-            return _codec.encode((self._waits, None, None))
-
-    # ------------------------------------------------------------ where ranks are; of another thread
-
-    def where(self) -> Where:
-        """Return where this rank is."""
-        awaits, status = self._awaits, self.status()
-        numbers, place = _compat.sequence_numbers(), _compat.place_of(self.thread)
-        passed = [self.barrier_number, self._gathers, self.records, *self._some]
-        kind, what, whom = place.kind, place.what, None
-        if awaits is not None and not awaits[-1]():
-            name, number, them, _ = awaits
-            if name == "record":  # the leader's; without a status nobody knows whose
-                them = 1 << (self.rank if status is None else status.leader)
-            kind, what = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say")
-            whom = name, number, them
-        step = None if status is None else status.step
-        issued, ports = self.lookout.known(numbers)
-        synced = ([], 0) if status is None else status.synced
-        computed = 0 if kind == "meeting" else _compat.computed(self._native)
-        return Where(kind, what, place.at, step, whom, passed, place.group, numbers, *issued, ports, synced, computed)
+            return _codec.encode((waits, None))
 
     @property
-    def files(self) -> frozenset[int]:
-        """The file descriptors of this channel's connections."""
-        return self._links.files
+    def passed(self) -> list[int]:
+        """The last barrier that this rank has come to, how many gathers, how many records, and the last among some."""
+        return [self.barrier_number, self._gathers, self.records, *self._some]
 
     @property
-    def last_call(self) -> tuple[int, float]:
-        """The number of the last call of the roll, and when this rank heard of it."""
-        return self._stream.calls, self._stream.called_at
-
-    def call_roll(self) -> None:
-        """Have all ranks say where they are; waits for nobody."""
-        with self._links.lock:
-            self._node.call_roll(self._number)
-
-    def places(self) -> dict[int, Where]:
-        """Return where ranks were at the last call of the roll, by rank, as far as they have answered."""
-        last = self._stream.calls
-        found = {rank: data for rank, (call, data) in [*self._stream.places.items()] if call == last and data}
-        answers = {rank: self._decode("an answer", data, _ANSWER)[-1] for rank, data in found.items()}
-        return {rank: where for rank, where in answers.items() if where is not None}
+    def awaits(self) -> tuple[str, int, int] | None:
+        """What this rank waits for here, by its kind, its number and of whom, unless it has come."""
+        awaits = self._awaits
+        return None if awaits is None or awaits[-1]() else awaits[:-1]
 
     def _decode(self, what: str, data: bytes, of: Any) -> Any:
         try:
@@ -520,7 +471,7 @@ class Channel:
         Args:
             ready: Until when.
             meanwhile: Called again and again.
-            awaits: What for: its kind, its number, and who has to come, by bit (nothing: all); see `Where`.
+            awaits: What for: its kind, its number, and who has to come, by bit (0: all).
         """
         check: Callable[[], None] | None = None
 
@@ -531,12 +482,12 @@ class Channel:
             check = check or self._check(self._known_failure)
             check()
 
-        self._waits, self.thread, self._native = True, threading.get_ident(), threading.get_native_id()
+        self.thread = threading.get_ident(), threading.get_native_id()
         self._awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
         try:
             self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)
         finally:
-            self._waits, self._awaits = False, None
+            self._awaits = None
 
     def _timed_out(self) -> JoinError:
         answers, _ = self.health()

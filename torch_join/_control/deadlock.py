@@ -1,10 +1,11 @@
 """Ranks that wait for each other in a circle: a proof that none can go on, and what to say of it.
 
-Each rank answers a roll call with where its code is, and whom it cannot go on without. In a meeting of this channel it
-waits for those whose own count says that they have not come. In a collective, or a backward, of which the last one of a
-group is not done and has the number k, it waits for each member that has issued fewer than k, or another one as its
-k-th. Each is a wait for all of these, so a circle is a deadlock. The user's code, a loader, a compiler wait for nobody,
-as far as anybody knows: nothing is said of a rank that is there. A circle that stays for seconds is told.
+Each rank answers a roll call with where its code is, and whom it cannot go on without. In a meeting of a channel it
+waits for those whose own count says that they have not come, or have not opened that channel. In a collective, or a
+backward, of which the last one of a group is not done and has the number k, it waits for each member that has issued
+fewer than k, or another one as its k-th. Each is a wait for all of these, so a circle is a deadlock. The user's code, a
+loader, a compiler wait for nobody, as far as anybody knows: nothing is said of a rank that is there. A circle that
+stays for seconds is told.
 """
 
 import logging
@@ -15,13 +16,17 @@ import time
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch_join._base.errors import name_ranks
 from torch_join._base.synced_steps import explain_mixed
 from torch_join._compat import whereabouts as _compat
 from torch_join._compat.operators import groups_of_this_rank
-from torch_join._control.codec import closed
+from torch_join._control import codec as _codec
+from torch_join._control._links.tree import Tree
+from torch_join._control.peers import MOST_TEXT
+from torch_join._control.reports import Status
 
 LOOKS_EVERY = 3.0  # seconds: a rank that is in one place at three looks asks where the others are
 _AGAIN = 2.0  # seconds between two answers that must be the same
@@ -29,51 +34,47 @@ _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
 _MOST_PORTS = 512
-NOTHING = _compat.Issued({}, None)
 DEADLOCK = "These ranks wait for each other for ever: "
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # this end, and the other one
+_MEETINGS = {
+    "barrier": "a step's meeting, where ranks say whether they have a batch,",
+    "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that takes all ranks)",
+    "some": "a meeting of the ranks that have batches left",
+    "record": "the tail of a loop, in which it has no batch and follows the others,",
+    "ask": "a question to others: whether they come to the same, in a step that is its last, or stop",
+}
 
 
-@closed("where")
-class Where(NamedTuple):
-    """Where a rank is.
+@_codec.closed("where")
+@dataclass(frozen=True)
+class Where(_compat.Place):
+    """Where a rank is: the place of its thread, or a "meeting" of a channel.
 
     Attributes:
-        kind: "meeting", "collective" (one that it waits for), "backward" or "elsewhere".
-        what: In words.
-        at: File and line of the user's code.
-        step: The step of the loop, if it is in one.
-        awaits: What it waits for on the channel, the number of that, and of whom, by bit; 0 is all.
-        passed: The last barrier that it has come to, how many gathers, how many records of the log, and the last
-            gathers of some ranks.
-        group: The name of the collective's group.
+        awaits: What it waits for there: the channel's number, what, the number of that, and of whom, by bit; 0 is all.
+        passed: See `Channel.passed`, by the number of each channel that is open to this thread.
+        opened: How many channels it has opened.
         numbers: By group, how many collectives it has issued at most.
         issued: See `Issued.last`; nothing as long as it is not stuck.
         pending: See `Issued.pending`.
+        status: What it says of itself, if it is in a loop.
         ports: Its connections, once they may have to be ended.
-        synced: See `Status`.
-        computed: For how long its code has computed, unless it is in a meeting.
     """
 
-    kind: str
-    what: str
-    at: str
-    step: int | None
-    awaits: tuple[str, int, int] | None
-    passed: list[int]
-    group: str
+    awaits: tuple[int, str, int, int] | None
+    passed: dict[int, list[int]]
+    opened: int
     numbers: dict[str, int]
-    issued: dict[str, tuple[int, dict[str, str]]]
+    issued: dict[str, dict[int, str]]
     pending: tuple[str, int, str] | None
-    ports: list[tuple[str, int, str, int]] | None
-    synced: tuple[list[tuple[int, bool]], int]
-    computed: int = 0
+    status: Status | None
+    ports: list[tuple[str, int, str, int]]
 
     @property
     def state(self) -> tuple[Any, ...]:
         """What is the same as long as it is stuck: a backward that computes is not, whatever else is not done yet."""
-        return self.kind, self.what, self.at, self.awaits, self.passed, self.computed, self.numbers
+        return self.kind, self.what, self.at, self.awaits, self.passed, self.opened, self.computed, self.numbers
 
 
 def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:
@@ -85,11 +86,11 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
         names: By rank, its number in the whole job.
     """
     mine = places[rank]
-    if mine.kind == "meeting" and mine.awaits is not None:
-        what, number, them = mine.awaits
+    if mine.awaits is not None:
+        channel, what, number, them = mine.awaits
         awaited = (each for each in places if each != rank and (not them or them >> each & 1))
-        return {each for each in awaited if not _has_come(places[each], what, number)}
-    if mine.kind not in ("collective", "backward") or mine.pending is None:
+        return {each for each in awaited if not _has_come(places[each], channel, what, number)}
+    if mine.kind == "elsewhere" or mine.pending is None:
         return set()
     group, _, _ = mine.pending[0].partition(":")
     if mine.group not in ("", group):
@@ -98,19 +99,17 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
     return {each for each in members & places.keys() if each != rank and _is_behind(places[each], mine, *mine.pending)}
 
 
-def _has_come(theirs: Where, what: str, number: int) -> bool:
-    barrier, gathers, records, *named = theirs.passed
-    if what == "barrier":
-        return barrier >= number
-    if what == "gather":
-        return gathers > number
-    return records > number if what == "record" else what == "some" and number in named
+def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
+    if channel not in theirs.passed:  # it has left, or another thread may come
+        return channel < theirs.opened
+    barrier, gathers, records, *named = theirs.passed[channel]
+    come = {"barrier": barrier >= number, "gather": gathers > number, "record": records > number}
+    return come.get(what, what == "some" and number in named)
 
 
 def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
-    if whose in theirs.issued:
-        issued, names = theirs.issued[whose]
-        return issued < number or names.get(str(number), name) != name
+    if names := theirs.issued.get(whose):
+        return max(names) < number or names.get(number, name) != name
     # It has issued none, or the recorder has forgotten them. A group of two backends has the number of one of them.
     group, _, _ = whose.partition(":")
     return bool(theirs.issued) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
@@ -145,7 +144,7 @@ _ORDER = (
     "ranks that run their collectives in another order, or not all of them: one that stops by itself (a time limit, a"
     " signal, a callback), where all have to agree on it first"
 )
-_MEETINGS = (
+_MEETINGS_APART = (
     "a `return`, or a `break` out of the epochs, at a step that each rank counts for itself, and that is lower where a"
     " rank has run out of batches (count epochs, or steps in an object with a state_dict that is given to Join); a loop"
     " that reads ahead of its step (put that inside: join.batches(prefetcher(loader))); a plain `for`, which ranks"
@@ -156,32 +155,39 @@ _MEETINGS = (
 
 def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: Sequence[int]) -> str:
     """Return the text of the error: which rank is where, and the usual causes."""
-    kinds = {places[rank].kind for rank in stuck}
-    buffers = any(places[rank].what.startswith("DDP's") for rank in stuck)
-    causes = [_FORWARD] if buffers else []
-    if "meeting" not in kinds or any((places[rank].awaits or ("",))[0] == "ask" for rank in stuck):
-        causes.append(_ORDER)
-    causes += [_BACKWARD] if "backward" in kinds else []
-    causes += [_COLLECTIVE] if "collective" in kinds and not buffers else []
-    causes += [_MEETINGS] if kinds == {"meeting"} else []
+    found = {rank: places[rank] for rank in stuck}
+    kinds = {place.kind for place in found.values()}
+    buffers = any(place.what.startswith("DDP's") for place in found.values())
+    channels = {max(place.passed, default=0) for place in found.values()}  # of more than one: the ranks' loops differ
+    asks = any(place.awaits is not None and place.awaits[1] == "ask" for place in found.values())
+    causes = {
+        _FORWARD: buffers,
+        _ORDER: asks or "meeting" not in kinds,
+        _BACKWARD: "backward" in kinds,
+        _COLLECTIVE: "collective" in kinds and not buffers,
+        _MEETINGS_APART: kinds == {"meeting"} or len(channels) > 1,
+    }
+    synced = {rank: place.status.synced for rank, place in found.items() if len(channels) == 1 and place.status}
+    usual = "; ".join(cause for cause, may_be in causes.items() if may_be)
+    return f"{DEADLOCK}{_say(found, stuck, names)}.{explain_mixed(synced, names)} Usual causes: {usual}."
+
+
+def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
+    """Say which ranks are where, and for whom they wait."""
     alike: dict[tuple[str, frozenset[int]], list[int]] = {}
-    for rank in sorted(stuck):
-        alike.setdefault((_say(places[rank]), frozenset(stuck[rank])), []).append(rank)
-    said = [
-        f"{name_ranks(names[rank] for rank in ranks)} {'is' if len(ranks) == 1 else 'are'} in {what} and"
-        f" {'waits' if len(ranks) == 1 else 'wait'} for {name_ranks(names[rank] for rank in whom)}"
-        for (what, whom), ranks in alike.items()
-    ]
-    mixed = explain_mixed({rank: places[rank].synced for rank in stuck}, names)
-    return f"{DEADLOCK}{'; '.join(said)}.{mixed} Usual causes: {'; '.join(causes)}."
-
-
-def _say(where: Where) -> str:
-    what = where.what
-    if where.kind == "backward" and where.pending is not None:
-        what += f" ({where.pending[-1]})"
-    step = "" if where.step is None else f", in step {where.step}"
-    return f"{what} at {where.at or 'an unknown place'}{step},"
+    for rank, place in sorted(places.items()):
+        what = f"in {place.what} " if place.what else ""
+        step = "" if place.status is None or place.status.step is None else f", in step {place.status.step}"
+        if place.kind == "backward" and place.pending is not None:
+            what += f"({place.pending[-1]}) "
+        key = f"{what}at {place.at or 'an unknown place'}{step}", frozenset(waits.get(rank, ()))
+        alike.setdefault(key, []).append(rank)
+    said = []
+    for (what, whom), ranks in alike.items():
+        verbs = ("is", "waits") if len(ranks) == 1 else ("are", "wait")
+        awaited = f", and {verbs[1]} for {name_ranks(names[rank] for rank in whom)}" if whom else ""
+        said.append(f"{name_ranks(names[rank] for rank in ranks)} {verbs[0]} {what}{awaited}")
+    return "; ".join(said)
 
 
 # ---------------------------------------------------------------- who looks
@@ -191,118 +197,154 @@ class Watch:
     """A thread that looks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
 
     Args:
-        tree: Whose channels it watches, weakly.
+        tree: This rank's node, which it does not keep; all ranks make their watch before they open channels.
     """
 
-    def __init__(self, tree: Any) -> None:
-        self._ended = ended = threading.Event()
-        self._tree = weakref.ref(tree, lambda _: ended.set())
+    def __init__(self, tree: Tree) -> None:
+        self._node, self._links, self._channels = tree.node, tree.links, tree.channels
+        self._number, self._stream = tree.open()
+        self._stream.place = weakref.WeakMethod(self._place)
+        self._thread = threading.get_ident(), threading.get_native_id()
+        self._seen = 0  # the last call of the roll whose answers it has looked at
+        self._reset(())
+        self._ended = threading.Event()
+        weakref.finalize(tree, self._ended.set)
         threading.Thread(target=self._run, name="torch_join watch", daemon=True).start()
+
+    def _reset(self, state: tuple[Any, ...]) -> None:
+        self._state = state
+        self._issued = _compat.Issued({}, None)
+        self._asks_from = 0.0  # since when it says what it has issued, too
+        self._tells_at, self._has_logged = 0.0, False
+        self._pause = LOOKS_EVERY
+        self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
 
     def _run(self) -> None:
         pause = LOOKS_EVERY
         while not self._ended.wait(pause):
-            pauses = [LOOKS_EVERY]
-            if (tree := self._tree()) is not None:
-                for reference in [*tree.channels.values()]:
-                    if (channel := reference()) is not None:
-                        try:
-                            pauses.append(channel.lookout.look(channel))
-                        except Exception:  # e.g. a group that goes meanwhile
-                            _LOG.debug("Looking for a deadlock failed.", exc_info=True)
-                    del channel
-            del tree
-            pause = min(pauses)
+            try:
+                pause = self._look()
+            except Exception:  # e.g. of a group that goes meanwhile
+                pause = LOOKS_EVERY
+                _LOG.debug("Looking for a deadlock failed.", exc_info=True)
 
+    # ------------------------------------------------------------ what a rank answers
 
-class Lookout:
-    """What is known, from one look to the next, of a rank's place in one channel."""
+    def _place(self) -> bytes:
+        with suppress(Exception):  # a status is in the making, in another thread
+            return _codec.encode(self._where())
+        return b""
 
-    def __init__(self) -> None:
-        self._seen = 0  # the last call of the roll whose answers it has looked at
-        self._reset()
+    def _where(self) -> Where:
+        channels = [*self._channels.items()]
+        threads = [channel.thread for _, channel in channels]
+        waiting = [channel.thread for _, channel in channels if channel.awaits is not None]
+        self._thread = [self._thread, *threads, *waiting][-1]
+        place, numbers = _compat.place_of(*self._thread), _compat.sequence_numbers()
+        kind, what, computed, awaits, status = place.kind, place.what, place.computed, None, None
+        passed = {}
+        for number, channel in channels:
+            if channel.thread != self._thread:
+                continue
+            waits, status, passed[number] = channel.awaits, channel.status() or status, channel.passed
+            if waits is not None:
+                name, which, them = waits
+                if name == "record":  # the leader's; without a status nobody knows whose
+                    them = 1 << (self._node.rank if status is None else status.leader)
+                awaits = number, name, which, them
+                kind, what, computed = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say"), 0
+        issued = self._issued if self._state[-1:] == (numbers,) else _compat.Issued({}, None)
+        has_failed = self._stream.failure is not None
+        ports = [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS] if has_failed else []
+        mine = kind, what, place.group, place.at, computed
+        return Where(*mine, awaits, passed, self._node.opened, numbers, *issued, status, ports)
 
-    def known(self, numbers: Mapping[str, int]) -> tuple[_compat.Issued, list[_Connection] | None]:
-        """Return what is known of the collectives that this rank has issued, if these are all, and its connections."""
-        return (self.issued, self.ports) if self._state[-1:] == (numbers,) else (NOTHING, None)
+    # ------------------------------------------------------------ what it does with the answers
 
-    def _reset(self) -> None:
-        self.issued = NOTHING
-        self.ports: list[_Connection] | None = None
-        self._state: tuple[Any, ...] = ()
-        self._asks_from = 0.0  # since when it says what it has issued, too
-        self._tells_at, self._has_cut = 0.0, False
-        self._pause = LOOKS_EVERY
-        self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
-
-    def look(self, channel: Any) -> float:
+    def _look(self) -> float:
         """Look once; return after how many seconds to look again."""
-        here = channel.where()
+        here, now = self._where(), time.monotonic()
         if here.kind == "elsewhere" or here.state != self._state:
-            self._reset()
-            self._state = here.state
+            self._reset(here.state)
             return LOOKS_EVERY
-        if channel.deadlock:
-            if here.kind != "meeting":
-                self._end_wait(channel)
-            return LOOKS_EVERY
-        now = time.monotonic()
+        if told := self._told():
+            return LOOKS_EVERY if here.kind == "meeting" else self._end_wait(told)
         if not self._asks_from:
             self._asks_from = now
-            self.issued = _compat.issued(channel.thread)
+            self._issued = _compat.issued(self._thread[0])
             return LOOKS_EVERY
-        call, called_at = channel.last_call
+        call, called_at = self._stream.calls, self._stream.called_at
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
             self._seen = call
-            self._judge(channel, now)
-        elif now >= max(called_at, self._asks_from) + self._pause:
-            channel.call_roll()
+            if self._judge(here, now):
+                return 0.0
+        elif here.passed and now >= max(called_at, self._asks_from) + self._pause:
+            self._call_roll()
             return _ANSWERS_WITHIN
         return _AGAIN / 2  # so that it has looked at one call's answers before the next call
 
-    def _judge(self, channel: Any, now: float) -> None:
-        places = channel.places()
-        stuck = deadlocked(places, channel.global_ranks)
-        if channel.rank in stuck:
-            self._note_ports(channel)
+    def _told(self) -> str:
+        """Return what was told of a deadlock, if anything."""
+        streams = [stream for stream in [*self._node.streams.values()] if stream is not self._stream]
+        told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
+        return next((text for _, text in told if text.startswith(DEADLOCK)), "")
+
+    def _judge(self, here: Where, now: float) -> bool:
+        """Look at the answers, and tell all of a deadlock; return whether it has."""
+        me, names = self._node.rank, self._node.global_ranks
+        places = self._places()
+        stuck = deadlocked(places, names)
+        if me in stuck:
             states = {rank: places[rank].state for rank in stuck}
+            # Who waits elsewhere comes first: it has to write into its log before others leave it.
+            is_first = here.kind != "meeting" or all(places[rank].kind == "meeting" for rank in stuck)
             then, before = self._before
+            self._pause = _AGAIN
             if states != before:
                 self._before = now, states
-            elif now >= then + (_AGAIN if all(places[rank].ports is not None for rank in stuck) else 3 * LOOKS_EVERY):
-                channel.fail(describe(stuck, places, channel.global_ranks))
-            self._pause = _AGAIN
-            return
+            elif now >= then + (_AGAIN if is_first else 2 * _AGAIN):
+                told = _codec.encode((me, describe(stuck, places, names)[:MOST_TEXT]))
+                with self._links.lock:
+                    for number in sorted({self._number, *(number for rank in stuck for number in places[rank].passed)}):
+                        self._node.fail(number, told)
+                return True
+            return False
         self._before = 0.0, {}
-        self._pause = min(_MOST_PAUSE, 2 * max(self._pause, LOOKS_EVERY))
+        self._pause = _MOST_PAUSE  # who comes to its place later asks sooner
         waiting = [rank for rank, place in places.items() if place.kind != "elsewhere"]
-        if now - self._asks_from > _TELLS_AFTER and channel.rank == min(waiting, default=-1) and now > self._tells_at:
+        if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY
-            _LOG.warning("%s", _still_waiting(places, channel.global_ranks, now - self._asks_from))
+            said = _say(places, {rank: waits_for(rank, places, names) for rank in places}, names)
+            seconds = f"{now - self._asks_from:.0f} s"
+            _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
+        return False
 
-    def _end_wait(self, channel: Any) -> None:
-        is_first, self._has_cut = not self._has_cut, True
-        if is_first:
-            with suppress(Exception):  # raised by a log handler
-                _LOG.error("%s", channel.deadlock)  # gloo's error will not say it
-        self._cut(channel)
-        if is_first:
-            self._note_ports(channel)
-            channel.call_roll()  # a rank may not have sent its connections yet
-
-    def _note_ports(self, channel: Any) -> None:
-        self.ports = [connection for _, connection in _connections(channel.files)][:_MOST_PORTS]
-
-    def _cut(self, channel: Any) -> None:
+    def _end_wait(self, told: str) -> float:
         """End the connections between this process and those of other ranks: the collective's."""
-        places = channel.places()
-        others = {
-            (*port[2:], *port[:2]) for rank in places if rank != channel.rank for port in places[rank].ports or ()
-        }
-        for copy, connection in _connections(channel.files):
+        if not self._has_logged:
+            self._has_logged = True
+            with suppress(Exception):  # raised by a log handler
+                _LOG.error("%s", told)  # gloo's error will not say it
+            self._call_roll()
+            return _AGAIN / 2
+        places = self._places()
+        others = {(*port[2:], *port[:2]) for rank in places if rank != self._node.rank for port in places[rank].ports}
+        for copy, connection in _connections(self._links.files):
             if connection in others:
                 with suppress(OSError):
                     copy.shutdown(socket.SHUT_RDWR)
+        self._call_roll()  # those of a rank may have come late
+        return _AGAIN
+
+    def _call_roll(self) -> None:
+        with self._links.lock:
+            self._node.call_roll(self._number)
+
+    def _places(self) -> dict[int, Where]:
+        """Return where ranks were at the last call of the roll, by rank, as far as they have answered."""
+        last = self._stream.calls
+        found = {rank: data for rank, (call, data) in [*self._stream.places.items()] if call == last and data}
+        return {rank: _codec.decode(data, Where) for rank, data in found.items()}
 
 
 def _connections(own: Container[int]) -> Iterator[tuple[socket.socket, _Connection]]:
@@ -318,11 +360,3 @@ def _connections(own: Container[int]) -> Iterator[tuple[socket.socket, _Connecti
                         ends = (*copy.getsockname()[:2], *copy.getpeername()[:2])
                         if store not in ends:
                             yield copy, ends
-
-
-def _still_waiting(places: Mapping[int, Where], names: Sequence[int], seconds: float) -> str:
-    alike: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        alike.setdefault(f"in {_say(place)}" if place.what else f"at {place.at or 'work'}", []).append(names[rank])
-    said = "; ".join(f"{name_ranks(ranks)} {what.rstrip(',')}" for what, ranks in alike.items())
-    return f"Some ranks have waited for others for {seconds:.0f} s, which need not be wrong: {said}."

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from socket import socket
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch_join._base.errors import JoinError
 from torch_join._control._links.layout import Layout
@@ -42,7 +43,7 @@ class Tree:
         self.node = node
         kind = Links if has_epoll() else PortableLinks
         node.links = self.links = kind(connections, node.handle, node.look_after)
-        self.channels: dict[int, weakref.ref[Any]] = {}  # that are open, by their streams
+        self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # that are open, by their streams
         self.watch: object = None  # what watches them
         self.close = weakref.finalize(self, self.links.close)
 
