@@ -9,46 +9,41 @@ from collections.abc import Mapping, Sequence
 from torch_join._base.errors import name_ranks
 
 _MOST = 64
-Runs = list[tuple[int, bool]]  # from which step on a rank has synced in each, or in none
+Synced = tuple[list[tuple[int, int]], int]  # see `SyncedSteps`: the gaps, and the last
 
 
 class SyncedSteps:
-    """Those of this rank, in the current loop.
+    """Those of this rank, in a loop.
 
     Attributes:
-        last: The step in which it has synced last.
-        did: Whether it has synced in the step before the current one; `None` in the first.
-        runs: Its steps but the current one; the first few dozen changes.
+        gaps: Of steps without: each one's first, and the next step in which it has synced. The first few dozen.
+        last: The last step, as far as these go.
     """
 
     def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a loop."""
-        self.last, self.runs = -1, Runs()
-        self.did: bool | None = None
+        self.gaps: list[tuple[int, int]] = []
+        self.last = -1
 
     def note(self, step: int) -> None:
-        """Note a step that is over, and in which it has done otherwise than in the one before."""
-        self.did = self.last == step
-        if len(self.runs) < _MOST:
-            self.runs.append((step, self.did))
+        """Note that this rank syncs in a step."""
+        if step > self.last + 1:
+            if len(self.gaps) == _MOST:
+                return
+            self.gaps.append((self.last + 1, step))
+        self.last = step
 
 
-def explain_mixed(said: Mapping[int, tuple[Runs, int]], names: Sequence[int]) -> str:
+def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
     """Return what to say of ranks that have synced at different steps, and since then each one's next with another's.
 
     Args:
-        said: By rank, its runs, and how many steps are over.
+        said: By rank, its `SyncedSteps`.
         names: By rank, its number in the whole job.
     """
-    over = min((steps for _, steps in said.values()), default=0)
-    known = min((runs[-1][0] + 1 for runs, _ in said.values() if len(runs) == _MOST), default=over)
-    for step in sorted({step for runs, _ in said.values() for step, _ in runs if step < min(over, known)}):
-        did = {rank: [did for first, did in runs if first <= step][-1:] for rank, (runs, _) in said.items()}
-        without, others = ([rank for rank, last in did.items() if last == [which]] for which in (False, True))
-        if without and others and any(then and first > step for rank in without for first, then in said[rank][0]):
+    for step in sorted({step for gaps, _ in said.values() for gap in gaps for step in gap}):
+        without = [rank for rank, (gaps, _) in said.items() if any(first <= step < end for first, end in gaps)]
+        others = [rank for rank, (_, last) in said.items() if rank not in without and step <= last]
+        if without and others:
             skipped, synced = (name_ranks(names[rank] for rank in ranks) for ranks in (without, others))
             return (
                 f" {skipped.capitalize()} did not sync gradients in step {step} of the loop, and {synced} did. From"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch_join._base.errors import JoinTimeoutError
+from torch_join._base.synced_steps import Synced
 from torch_join._control.codec import closed
 
 
@@ -31,7 +32,7 @@ class Status(NamedTuple):
         asked: How often all ranks' places in their loaders were asked for, as far as it knows.
         step: The step of the loop, if it is in one.
         leader: The lowest rank that has batches, as far as it knows: the one that writes the log.
-        synced: From which step of the loop on it has synced gradients in each, or in none; and how many are over.
+        synced: In which steps of the loop it has synced gradients.
     """
 
     models: list[list[int]]
@@ -40,7 +41,7 @@ class Status(NamedTuple):
     asked: int = 0
     step: int | None = None
     leader: int = 0
-    synced: tuple[list[tuple[int, bool]], int] = ([], 0)
+    synced: Synced = ([], -1)
 
 
 class Health(NamedTuple):

@@ -19,6 +19,7 @@ from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
+from torch_join._base.synced_steps import SyncedSteps
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
@@ -182,7 +183,6 @@ class LoopDriver(Driver):
         self.step = Step(self.tail_log, self._telling, self._follow_up)
         self.tail_log.loader = self._loader_status
         self.tail_log.step = lambda: self.step_number if self.in_loop else None
-        self.tail_log.over = lambda: self.step_number
         self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
         self.backward_collectives = self._backward_collectives
 
@@ -491,7 +491,7 @@ class LoopDriver(Driver):
             loop = self._begin_loop(loader, reader_of, asks and self.asks, name)
         if loop is None:
             return
-        has_models, synced = bool(self.tail_log.models()), self.tail_log.synced
+        has_models = bool(self.tail_log.models())
         try:
             while True:
                 with self._telling:
@@ -510,8 +510,6 @@ class LoopDriver(Driver):
                     if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
-                if (self.step_number == synced.last) is not synced.did:
-                    synced.note(self.step_number)
                 self.step_number += 1
         except GeneratorExit:
             on_purpose = is_left_on_purpose()
@@ -584,7 +582,7 @@ class LoopDriver(Driver):
         if asks and any(length is None or length > mine for length in lengths):
             self.tail.note(at_last=False)
         self.tail_log.parting.begin_loop(self.tail_log.channel)
-        self.tail_log.synced.begin()
+        self.tail_log.synced = SyncedSteps()
         for model in self.tail_log.models():
             model.begin_loop()
         if self.options.monitor is not None and first != OVER:
@@ -995,7 +993,7 @@ class LoopDriver(Driver):
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
-            self.tail_log.synced.last = self.step_number
+            self.tail_log.synced.note(self.step_number)
             for each in self._steppers[model]:
                 each.note_backward((self._loops, self.step_number))
         elif (loop, model) in self._uneven_loops:

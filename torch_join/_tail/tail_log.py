@@ -62,7 +62,6 @@ class TailLog(Announcer):
         self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.step: Callable[[], int | None] = lambda: None
-        self.over: Callable[[], int] = lambda: 0  # how many steps of the loop are
         self.synced = SyncedSteps()
         self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
@@ -101,7 +100,6 @@ class TailLog(Announcer):
             self.participants.pop().exit()
         self._meet = self.backwards.check = self._before_collective = _NOTHING
         self.loader = self.step = lambda: None
-        self.over = lambda: 0
         self.tap = CollectiveTap(_NOTHING, None)
 
     def _new_tap(self) -> CollectiveTap:
@@ -378,5 +376,5 @@ class TailLog(Announcer):
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
         models = [[each.forwards, each.synced] for each in self.models()]
-        leader = min(self.members.active, default=0)
-        return Status(models, word, self.loader(), self.asked, self.step(), leader, (self.synced.runs, self.over()))
+        leader, synced = min(self.members.active, default=0), (self.synced.gaps, self.synced.last)
+        return Status(models, word, self.loader(), self.asked, self.step(), leader, synced)
