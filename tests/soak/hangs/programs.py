@@ -1,7 +1,7 @@
 """A training in each front end, as users write it, whose places a script fills."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,41 +35,52 @@ def fsdp1(it: Script) -> None:
     _in_join(it, FullyShardedDataParallel(it.net, device_id=torch.device("cpu"), use_orig_params=True))
 
 
+def _epoch(it: Script, batches: Any, model: Any, backward: Any, optimizers: Sequence[Any], no_sync: Any) -> bool:
+    """Go through a loop that the program writes; return whether the program returns inside of it."""
+    for (x,) in batches:
+        it.step += 1
+        try:
+            it.does("begin")
+            if it.slips("continue"):
+                continue
+            with no_sync() if it.slips("no sync") else nullcontext():
+                loss = it.loss(model(x))
+                if it.slips("nan"):
+                    continue
+                it.does("between")
+                backward(loss)
+        except BadSampleError:
+            continue
+        it.does("optimizer")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        it.does("end")
+        if it.slips("break"):
+            break
+        if it.slips("return"):
+            return True
+    return False
+
+
 def _in_join(it: Script, model: Any) -> None:
-    it.model, optimizer = model, _optimizer(model)
-    given = [model, optimizer]
+    it.model = model
+    given, backward = [model, _optimizer(model)], Tensor.backward
     if it.slip == "second model":
         second = DistributedDataParallel(nn.Linear(3, 1).double())
         given += [second, _optimizer(second)]
+
+        def backward(loss: Tensor) -> None:
+            loss.backward()
+            if not it.hits:
+                second(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
     it.does("outside")
     with Join(given, **it.case.options) as join:
         it.does("before")
         for _ in it.epochs():
-            for (x,) in join.batches(it.loader()):
-                it.step += 1
-                try:
-                    it.does("begin")
-                    if it.slips("continue"):
-                        continue
-                    with model.no_sync() if it.slips("no sync") else nullcontext():
-                        loss = it.loss(model(x))
-                        if it.slips("nan"):
-                            continue
-                        it.does("between")
-                        loss.backward()
-                except BadSampleError:
-                    continue
-                if it.slip == "second model" and not it.hits:
-                    second(x).sum().backward()
-                it.does("optimizer")
-                for each in given[1::2]:
-                    each.step()
-                    each.zero_grad()
-                it.does("end")
-                if it.slips("break"):
-                    break
-                if it.slips("return"):
-                    return
+            if _epoch(it, join.batches(it.loader()), model, backward, given[1::2], lambda: model.no_sync()):
+                return
         it.does("after")
     it.does("ended")
 
@@ -80,33 +91,12 @@ def fabric(it: Script) -> None:
 
     it.does("outside")
     that = it.tools["fabric"] = fabric_of(it.world_size, DDPJoinStrategy(**it.case.options))
-    model, optimizer = that.setup(it.net, _optimizer(it.net))
-    it.model = model
+    it.model, optimizer = that.setup(it.net, _optimizer(it.net))
     loader: Any = that.setup_dataloaders(it.loader(), use_distributed_sampler=False)
     it.does("before")
     for _ in it.epochs():
-        for (x,) in loader:
-            it.step += 1
-            try:
-                it.does("begin")
-                if it.slips("continue"):
-                    continue
-                with that.no_backward_sync(model, enabled=it.slips("no sync")):
-                    loss = it.loss(model(x))
-                    if it.slips("nan"):
-                        continue
-                    it.does("between")
-                    that.backward(loss)
-            except BadSampleError:
-                continue
-            it.does("optimizer")
-            optimizer.step()
-            optimizer.zero_grad()
-            it.does("end")
-            if it.slips("break"):
-                break
-            if it.slips("return"):
-                return
+        if _epoch(it, loader, it.model, that.backward, [optimizer], lambda: that.no_backward_sync(it.model)):
+            return
     it.does("after")
     that.barrier()
     it.does("ended")
@@ -117,47 +107,37 @@ def accelerate(it: Script) -> None:
 
     with accelerator_of(it.rank) as that:
         it.tools["accelerator"] = that
-        model, optimizer = that.prepare(it.net, _optimizer(it.net))
-        it.model = model
+        it.model, optimizer = that.prepare(it.net, _optimizer(it.net))
         it.does("outside")
         with that.join_uneven_inputs(**it.case.options) if it.case.context else nullcontext() as join:
             it.does("before")
             for _ in it.epochs():
                 batches = join.batches(it.loader()) if join else that.join_batches(it.loader(), **it.case.options)
-                for (x,) in batches:
-                    it.step += 1
-                    try:
-                        it.does("begin")
-                        if it.slips("continue"):
-                            continue
-                        with that.no_sync(model) if it.slips("no sync") else nullcontext():
-                            loss = it.loss(model(x))
-                            if it.slips("nan"):
-                                continue
-                            it.does("between")
-                            that.backward(loss)
-                    except BadSampleError:
-                        continue
-                    it.does("optimizer")
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    it.does("end")
-                    if it.slips("break"):
-                        break
-                    if it.slips("return"):
-                        return
+                if _epoch(it, batches, it.model, that.backward, [optimizer], lambda: that.no_sync(it.model)):
+                    return
             it.does("after")
         that.end_training()
         it.does("ended")
 
 
 def lightning(it: Script) -> None:
+    _fit(it, by_hand=False)
+
+
+def manual(it: Script) -> None:
+    _fit(it, by_hand=True)
+
+
+def _fit(it: Script, by_hand: bool) -> None:
     import lightning.pytorch as pl
+
+    import lightning_join
+    from tests.support.front_ends.lightning import Fit, build_trainer
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = it.net
+            self.net, self.automatic_optimization = it.net, not by_hand
 
         def forward(self, x: Tensor) -> Any:
             return self.net(x)
@@ -175,75 +155,28 @@ def lightning(it: Script) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             it.step = batch_idx
             it.does("begin")
+            if it.slips("continue"):
+                return None
             loss = it.loss(self(batch[0]))
             if it.slips("nan"):
                 return None
             it.does("between")
-            return loss
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            it.does("optimizer")
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if it.slip == "break" and self._is_its_next(batch_idx) else None
-
-        def _is_its_next(self, batch_idx: int) -> bool:
-            return it.rank == it.case.who and (self.current_epoch, batch_idx) == (0, it.case.at)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            it.step = batch_idx
-            it.does("end")
-
-        def on_train_end(self) -> None:
-            it.does("after")
-
-        def configure_optimizers(self) -> Any:
-            return _optimizer(self.net)
-
-    _fit(it, Module())
-
-
-def manual(it: Script) -> None:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.automatic_optimization = it.net, False
-
-        def forward(self, x: Tensor) -> Any:
-            return self.net(x)
-
-        def train_dataloader(self) -> Any:
-            return it.loader()
-
-        def on_train_start(self) -> None:
-            it.model = self.trainer.model
-            it.does("before")
-
-        def on_train_epoch_start(self) -> None:
-            it.begin_epoch(self.current_epoch)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if not by_hand:
+                return loss
             optimizer: Any = self.optimizers()
-            it.step = batch_idx
-            it.does("begin")
-            if it.slips("continue"):
-                return
-            loss = it.loss(self(batch[0]))
-            if it.slips("nan"):
-                return
-            it.does("between")
             self.manual_backward(loss)
             it.does("optimizer")
             optimizer.step()
             optimizer.zero_grad()
+            return None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if not by_hand:
+                it.does("optimizer")
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if it.slip == "break" and self._is_its_next(batch_idx) else None
-
-        def _is_its_next(self, batch_idx: int) -> bool:
-            return it.rank == it.case.who and (self.current_epoch, batch_idx) == (0, it.case.at)
+            is_its = it.rank == it.case.who and (self.current_epoch, batch_idx) == (0, it.case.at)
+            return -1 if it.slip == "break" and is_its else None
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             it.step = batch_idx
@@ -255,17 +188,10 @@ def manual(it: Script) -> None:
         def configure_optimizers(self) -> Any:
             return _optimizer(self.net)
 
-    _fit(it, Module())
-
-
-def _fit(it: Script, module: Any) -> None:
-    import lightning_join
-    from tests.support.front_ends.lightning import Fit, build_trainer
-
     it.does("outside")
     strategy = lightning_join.DDPJoinStrategy(**it.case.options)
-    trainer = build_trainer(Fit(it.case.lengths, epochs=EPOCHS), strategy=strategy)
-    it.tools |= {"trainer": trainer, "module": module}
+    trainer = it.tools["trainer"] = build_trainer(Fit(it.case.lengths, epochs=EPOCHS), strategy=strategy)
+    module = it.tools["module"] = Module()
     trainer.fit(module)
     it.does("ended")
 
