@@ -608,7 +608,8 @@ def where(
     groups = {"0:gloo": {count: name}} if issued else {}
     pending = ("0:gloo", count, name) if is_pending else None
     waits = None if awaits is None else (0, *awaits, 0)
-    return _deadlock.Where(kind, kind, "", "", 0, waits, {0: [*passed]}, 1, {"0": count}, groups, pending, None, [])
+    place, found = _whereabouts.Place(kind, kind, "", "", 0), _whereabouts.Issued(groups, pending)
+    return _deadlock.Where(place, waits, {0: [*passed]}, 1, {"0": count}, found, None, [])
 
 
 def stuck_ranks(places: Sequence[_deadlock.Where]) -> dict[int, set[int]]:

@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
@@ -34,8 +33,7 @@ _PASSED = {
 _LAST = 8  # operations of each group, at most
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a thread is.
 
     Attributes:

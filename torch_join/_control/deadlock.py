@@ -16,8 +16,7 @@ import time
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_join._base.errors import name_ranks
 from torch_join._base.synced_steps import explain_mixed
@@ -46,35 +45,38 @@ _MEETINGS = {
 }
 
 
+_codec.closed("place")(_compat.Place)
+_codec.closed("issued")(_compat.Issued)
+
+
 @_codec.closed("where")
-@dataclass(frozen=True)
-class Where(_compat.Place):
-    """Where a rank is: the place of its thread, or a "meeting" of a channel.
+class Where(NamedTuple):
+    """Where a rank is.
 
     Attributes:
+        place: Its thread's; of the kind "meeting" where it waits in one of a channel.
         awaits: What it waits for there: the channel's number, what, the number of that, and of whom, by bit; 0 is all.
         passed: See `Channel.passed`, by the number of each channel that is open to this thread.
         opened: How many channels it has opened.
         numbers: By group, how many collectives it has issued at most.
-        issued: See `Issued.last`; nothing as long as it is not stuck.
-        pending: See `Issued.pending`.
+        issued: Nothing as long as it is not stuck.
         status: What it says of itself, if it is in a loop.
         ports: Its connections, once they may have to be ended.
     """
 
+    place: _compat.Place
     awaits: tuple[int, str, int, int] | None
     passed: dict[int, list[int]]
     opened: int
     numbers: dict[str, int]
-    issued: dict[str, dict[int, str]]
-    pending: tuple[str, int, str] | None
+    issued: _compat.Issued
     status: Status | None
     ports: list[tuple[str, int, str, int]]
 
     @property
     def state(self) -> tuple[Any, ...]:
         """What is the same as long as it is stuck: a backward that computes is not, whatever else is not done yet."""
-        return self.kind, self.what, self.at, self.awaits, self.passed, self.opened, self.computed, self.numbers
+        return self.place, self.awaits, self.passed, self.opened, self.numbers
 
 
 def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:
@@ -90,13 +92,14 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
         channel, what, number, them = mine.awaits
         awaited = (each for each in places if each != rank and (not them or them >> each & 1))
         return {each for each in awaited if not _has_come(places[each], channel, what, number)}
-    if mine.kind == "elsewhere" or mine.pending is None:
+    pending = mine.issued.pending
+    if mine.place.kind == "elsewhere" or pending is None:
         return set()
-    group, _, _ = mine.pending[0].partition(":")
-    if mine.group not in ("", group):
+    group, _, _ = pending[0].partition(":")
+    if mine.place.group not in ("", group):
         return set()
     members = {names.index(name) for name in groups_of_this_rank().get(group, ()) if name in names}
-    return {each for each in members & places.keys() if each != rank and _is_behind(places[each], mine, *mine.pending)}
+    return {each for each in members & places.keys() if each != rank and _is_behind(places[each], mine, *pending)}
 
 
 def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
@@ -108,11 +111,11 @@ def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
 
 
 def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
-    if names := theirs.issued.get(whose):
+    if names := theirs.issued.last.get(whose):
         return max(names) < number or names.get(number, name) != name
     # It has issued none, or the recorder has forgotten them. A group of two backends has the number of one of them.
     group, _, _ = whose.partition(":")
-    return bool(theirs.issued) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
+    return bool(theirs.issued.last) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
@@ -156,10 +159,10 @@ _MEETINGS_APART = (
 def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: Sequence[int]) -> str:
     """Return the text of the error: which rank is where, and the usual causes."""
     found = {rank: places[rank] for rank in stuck}
-    kinds = {place.kind for place in found.values()}
-    buffers = any(place.what.startswith("DDP's") for place in found.values())
-    channels = {max(place.passed, default=0) for place in found.values()}  # of more than one: the ranks' loops differ
-    asks = any(place.awaits is not None and place.awaits[1] == "ask" for place in found.values())
+    kinds = {where.place.kind for where in found.values()}
+    buffers = any(where.place.what.startswith("DDP's") for where in found.values())
+    channels = {max(where.passed, default=0) for where in found.values()}  # of more than one: the ranks' loops differ
+    asks = any(where.awaits is not None and where.awaits[1] == "ask" for where in found.values())
     causes = {
         _FORWARD: buffers,
         _ORDER: asks or "meeting" not in kinds,
@@ -167,7 +170,7 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
         _COLLECTIVE: "collective" in kinds and not buffers,
         _MEETINGS_APART: kinds == {"meeting"} or len(channels) > 1,
     }
-    synced = {rank: place.status.synced for rank, place in found.items() if len(channels) == 1 and place.status}
+    synced = {rank: where.status.synced for rank, where in found.items() if len(channels) == 1 and where.status}
     usual = "; ".join(cause for cause, may_be in causes.items() if may_be)
     return f"{DEADLOCK}{_say(found, stuck, names)}.{explain_mixed(synced, names)} Usual causes: {usual}."
 
@@ -175,11 +178,12 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
 def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
     """Say which ranks are where, and for whom they wait."""
     alike: dict[tuple[str, frozenset[int]], list[int]] = {}
-    for rank, place in sorted(places.items()):
+    for rank, where in sorted(places.items()):
+        place, status, pending = where.place, where.status, where.issued.pending
         what = f"in {place.what} " if place.what else ""
-        step = "" if place.status is None or place.status.step is None else f", in step {place.status.step}"
-        if place.kind == "backward" and place.pending is not None:
-            what += f"({place.pending[-1]}) "
+        step = "" if status is None or status.step is None else f", in step {status.step}"
+        if place.kind == "backward" and pending is not None:
+            what += f"({pending[-1]}) "
         key = f"{what}at {place.at or 'an unknown place'}{step}", frozenset(waits.get(rank, ()))
         alike.setdefault(key, []).append(rank)
     said = []
@@ -241,8 +245,7 @@ class Watch:
         waiting = [channel.thread for _, channel in channels if channel.awaits is not None]
         self._thread = [self._thread, *threads, *waiting][-1]
         place, numbers = _compat.place_of(*self._thread), _compat.sequence_numbers()
-        kind, what, computed, awaits, status = place.kind, place.what, place.computed, None, None
-        passed = {}
+        passed, awaits, status = {}, None, None
         for number, channel in channels:
             if channel.thread != self._thread:
                 continue
@@ -252,36 +255,37 @@ class Watch:
                 if name == "record":  # the leader's; without a status nobody knows whose
                     them = 1 << (self._node.rank if status is None else status.leader)
                 awaits = number, name, which, them
-                kind, what, computed = "meeting", _MEETINGS.get(name, "a wait for what another rank has to say"), 0
+                what = _MEETINGS.get(name, "a wait for what another rank has to say")
+                place = place._replace(kind="meeting", what=what, computed=0)
         issued = self._issued if self._state[-1:] == (numbers,) else _compat.Issued({}, None)
         has_failed = self._stream.failure is not None
         ports = [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS] if has_failed else []
-        mine = kind, what, place.group, place.at, computed
-        return Where(*mine, awaits, passed, self._node.opened, numbers, *issued, status, ports)
+        return Where(place, awaits, passed, self._node.opened, numbers, issued, status, ports)
 
     # ------------------------------------------------------------ what it does with the answers
 
     def _look(self) -> float:
         """Look once; return after how many seconds to look again."""
         here, now = self._where(), time.monotonic()
-        if here.kind == "elsewhere" or here.state != self._state:
+        if here.place.kind == "elsewhere" or here.state != self._state:
             self._reset(here.state)
             return LOOKS_EVERY
-        if told := self._told():
-            return LOOKS_EVERY if here.kind == "meeting" else self._end_wait(told)
         if not self._asks_from:
             self._asks_from = now
             self._issued = _compat.issued(self._thread[0])
             return LOOKS_EVERY
+        pause = _AGAIN / 2  # so that it has looked at one call's answers before the next call
         call, called_at = self._stream.calls, self._stream.called_at
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
             self._seen = call
-            if self._judge(here, now):
-                return 0.0
-        elif here.passed and now >= max(called_at, self._asks_from) + self._pause:
-            self._call_roll()
-            return _ANSWERS_WITHIN
-        return _AGAIN / 2  # so that it has looked at one call's answers before the next call
+            self._judge(here, now)
+        elif (here.passed or self._has_logged) and now >= max(called_at, self._asks_from) + self._pause:
+            with self._links.lock:
+                self._node.call_roll(self._number)
+            pause = _ANSWERS_WITHIN
+        if here.place.kind != "meeting" and (told := self._told()):
+            self._end_wait(told)
+        return pause
 
     def _told(self) -> str:
         """Return what was told of a deadlock, if anything."""
@@ -289,15 +293,15 @@ class Watch:
         told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
         return next((text for _, text in told if text.startswith(DEADLOCK)), "")
 
-    def _judge(self, here: Where, now: float) -> bool:
-        """Look at the answers, and tell all of a deadlock; return whether it has."""
+    def _judge(self, here: Where, now: float) -> None:
+        """Look at the answers, and tell all of a deadlock."""
         me, names = self._node.rank, self._node.global_ranks
         places = self._places()
         stuck = deadlocked(places, names)
         if me in stuck:
             states = {rank: places[rank].state for rank in stuck}
             # Who waits elsewhere comes first: it has to write into its log before others leave it.
-            is_first = here.kind != "meeting" or all(places[rank].kind == "meeting" for rank in stuck)
+            is_first = here.place.kind != "meeting" or all(places[rank].place.kind == "meeting" for rank in stuck)
             then, before = self._before
             self._pause = _AGAIN
             if states != before:
@@ -307,38 +311,28 @@ class Watch:
                 with self._links.lock:
                     for number in sorted({self._number, *(number for rank in stuck for number in places[rank].passed)}):
                         self._node.fail(number, told)
-                return True
-            return False
+            return
         self._before = 0.0, {}
         self._pause = _MOST_PAUSE  # who comes to its place later asks sooner
-        waiting = [rank for rank, place in places.items() if place.kind != "elsewhere"]
+        waiting = [rank for rank, where in places.items() if where.place.kind != "elsewhere"]
         if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY
             said = _say(places, {rank: waits_for(rank, places, names) for rank in places}, names)
             seconds = f"{now - self._asks_from:.0f} s"
             _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
-        return False
 
-    def _end_wait(self, told: str) -> float:
+    def _end_wait(self, told: str) -> None:
         """End the connections between this process and those of other ranks: the collective's."""
         if not self._has_logged:
             self._has_logged = True
             with suppress(Exception):  # raised by a log handler
                 _LOG.error("%s", told)  # gloo's error will not say it
-            self._call_roll()
-            return _AGAIN / 2
         places = self._places()
         others = {(*port[2:], *port[:2]) for rank in places if rank != self._node.rank for port in places[rank].ports}
         for copy, connection in _connections(self._links.files):
             if connection in others:
                 with suppress(OSError):
                     copy.shutdown(socket.SHUT_RDWR)
-        self._call_roll()  # those of a rank may have come late
-        return _AGAIN
-
-    def _call_roll(self) -> None:
-        with self._links.lock:
-            self._node.call_roll(self._number)
 
     def _places(self) -> dict[int, Where]:
         """Return where ranks were at the last call of the roll, by rank, as far as they have answered."""
