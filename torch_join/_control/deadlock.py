@@ -219,7 +219,7 @@ class Watch:
         self._state = state
         self._issued = _compat.Issued({}, None)
         self._asks_from = 0.0  # since when it says what it has issued, too
-        self._tells_at, self._has_logged = 0.0, False
+        self._tells_at, self._told, self._has_logged = 0.0, "", False
         self._pause = LOOKS_EVERY
         self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
 
@@ -283,15 +283,15 @@ class Watch:
             with self._links.lock:
                 self._node.call_roll(self._number)
             pause = _ANSWERS_WITHIN
-        if here.place.kind != "meeting" and (told := self._told()):
+        if here.place.kind != "meeting" and (told := self._told or self._heard(here)):
             self._end_wait(told)
         return pause
 
-    def _told(self) -> str:
-        """Return what was told of a deadlock, if anything."""
-        streams = [stream for stream in [*self._node.streams.values()] if stream is not self._stream]
-        told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
-        return next((text for _, text in told if text.startswith(DEADLOCK)), "")
+    def _heard(self, here: Where) -> str:
+        """Return what others have told of a deadlock in a channel that is open, if anything."""
+        told = [stream.failure for number, stream in [*self._node.streams.items()] if number in here.passed]
+        texts = [_codec.decode(failure, tuple[int, str])[1] for failure in told if failure is not None]
+        return next((text for text in texts if text.startswith(DEADLOCK)), "")
 
     def _judge(self, here: Where, now: float) -> None:
         """Look at the answers, and tell all of a deadlock."""
@@ -307,7 +307,8 @@ class Watch:
             if states != before:
                 self._before = now, states
             elif now >= then + (_AGAIN if is_first else 2 * _AGAIN):
-                told = _codec.encode((me, describe(stuck, places, names)[:MOST_TEXT]))
+                self._told = describe(stuck, places, names)[:MOST_TEXT]
+                told = _codec.encode((me, self._told))
                 with self._links.lock:
                     for number in sorted({self._number, *(number for rank in stuck for number in places[rank].passed)}):
                         self._node.fail(number, told)

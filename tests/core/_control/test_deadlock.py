@@ -1,11 +1,13 @@
 """Ranks that wait for each other for ever are told of, with their places; slow ones are not."""
 
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +81,20 @@ def gathers_apart(rank: int) -> None:
                 dist.barrier()
 
 
+def begins_alone(rank: int) -> None:
+    """Rank 1 goes through one loop less, and waits for the other outside of any, where its log alone says so."""
+    model, optimizer, batches = made(rank, (2, 3))
+    for _ in range(2 - rank):
+        with Join([model, optimizer]) as join:
+            for batch in join.batches(batches):
+                step(model, optimizer, batch)
+    with mock.patch.object(logging.getLogger("torch_join"), "error") as logged:
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise JoinError(logged.call_args.args[1]) from error
+
+
 def told(rank: int, program: Callable[[int], None]) -> tuple[str, str, float]:
     start = time.monotonic()
     with deadlock_seconds(0.3):
@@ -103,6 +119,7 @@ def told(rank: int, program: Callable[[int], None]) -> tuple[str, str, float]:
         (skips_certain, 2, ["Rank 1 did not sync gradients in step 1 of the loop, and rank 0 did. From there on"]),
         (reduces_alone, 3, ["rank 1 is in all_reduce at", "only some ranks come to"]),
         (gathers_apart, 2, ["rank 0 is in a backward (all_reduce) at", "rank 1 is in barrier at", "another order"]),
+        (begins_alone, 2, ["rank 0 is in a meeting of all ranks", "rank 1 is in barrier at", "count epochs"]),
     ],
 )
 def test_all_ranks_are_told(workers: Workers, program: Any, world_size: int, said: list[str]) -> None:
