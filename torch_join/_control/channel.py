@@ -50,6 +50,7 @@ class Channel:
         explain: Returns what the answers of all, by global rank, tell of a failure.
         suspect: Called again and again in a wait for others, which ends with what it raises.
         thread: The thread that waits here, or may, by both of its numbers.
+        awaits: What it waits for: its kind, its number, who has to come, by bit (0: all), and whether it has come.
         looks_every: Seconds of a wait between two such calls, each of which comes after a look at the processes.
         before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
             put off.
@@ -74,7 +75,7 @@ class Channel:
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
         self.barrier_number, self._them = 0, 0  # and of whom that is
         self._gathers = self.records = self._asked = 0
-        self._awaits: tuple[str, int, int, Callable[[], bool]] | None = None  # see `_until`, and whether it has come
+        self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: JoinError | None = None
@@ -413,7 +414,7 @@ class Channel:
         return Health(answers, silent)
 
     def _place(self) -> bytes:
-        waits = self._awaits is not None
+        waits = self.awaits is not None
         try:
             return _codec.encode((waits, self.status()))
         except Exception:  # the status is in the making, in another thread
@@ -423,12 +424,6 @@ class Channel:
     def passed(self) -> list[int]:
         """The last barrier that this rank has come to, how many gathers, how many records, and the last among some."""
         return [self.barrier_number, self._gathers, self.records, *self._some]
-
-    @property
-    def awaits(self) -> tuple[str, int, int] | None:
-        """What this rank waits for here, by its kind, its number and of whom, unless it has come."""
-        awaits = self._awaits
-        return None if awaits is None or awaits[-1]() else awaits[:-1]
 
     def _decode(self, what: str, data: bytes, of: Any) -> Any:
         try:
@@ -471,7 +466,7 @@ class Channel:
         Args:
             ready: Until when.
             meanwhile: Called again and again.
-            awaits: What for: its kind, its number, and who has to come, by bit (0: all).
+            awaits: What for; see the channel's.
         """
         check: Callable[[], None] | None = None
 
@@ -483,11 +478,11 @@ class Channel:
             check()
 
         self.thread = threading.get_ident(), threading.get_native_id()
-        self._awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
+        self.awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
         try:
             self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)
         finally:
-            self._awaits = None
+            self.awaits = None
 
     def _timed_out(self) -> JoinError:
         answers, _ = self.health()

@@ -250,8 +250,8 @@ class Watch:
             if channel.thread != self._thread:
                 continue
             waits, status, passed[number] = channel.awaits, channel.status() or status, channel.passed
-            if waits is not None:
-                name, which, them = waits
+            if waits is not None and not waits[-1]():
+                name, which, them, _ = waits
                 if name == "record":  # the leader's; without a status nobody knows whose
                     them = 1 << (self._node.rank if status is None else status.leader)
                 awaits = number, name, which, them
