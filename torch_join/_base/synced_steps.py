@@ -24,13 +24,11 @@ class SyncedSteps:
         self.gaps: list[tuple[int, int]] = []
         self.last = -1
 
-    def note(self, step: int) -> None:
-        """Note that this rank syncs in a step."""
-        if step > self.last + 1:
-            if len(self.gaps) == _MOST:
-                return
+    def end_gap(self, step: int) -> None:
+        """Note that this rank syncs in a step, and did not in those since the last."""
+        if len(self.gaps) < _MOST:
             self.gaps.append((self.last + 1, step))
-        self.last = step
+            self.last = step
 
 
 def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:

@@ -314,7 +314,8 @@ class Watch:
                         self._node.fail(number, told)
             return
         self._before = 0.0, {}
-        self._pause = _MOST_PAUSE  # who comes to its place later asks sooner
+        # Who comes to its place later asks sooner, and so does who has not heard of all.
+        self._pause = _MOST_PAUSE if len(places) == len(names) else LOOKS_EVERY
         waiting = [rank for rank, where in places.items() if where.place.kind != "elsewhere"]
         if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY

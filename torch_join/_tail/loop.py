@@ -993,7 +993,10 @@ class LoopDriver(Driver):
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
-            self.tail_log.synced.note(self.step_number)
+            if self.step_number <= (synced := self.tail_log.synced).last + 1:
+                synced.last = self.step_number
+            else:
+                synced.end_gap(self.step_number)
             for each in self._steppers[model]:
                 each.note_backward((self._loops, self.step_number))
         elif (loop, model) in self._uneven_loops:
