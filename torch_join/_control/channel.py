@@ -12,14 +12,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
-from torch_join._control.deadlock import DEADLOCK, Watch
+from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
 from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
 from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
 
@@ -80,7 +80,6 @@ class Channel:
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: JoinError | None = None
         self._has_told = False  # whether this rank has told of a failure of its own
-        self._silent: set[int] = set()  # who did not answer when it was last asked who is there, or has failed
         # Weakly, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
@@ -317,6 +316,9 @@ class Channel:
             reason: Why; or what has ended this rank, an error of its own, or a failure of which another channel knows.
             rank: Who.
         """
+        watch, name = cast(Any, self._tree.watch), f"{LEFT_AT}{self.rank}"
+        if watch is not None and isinstance(reason, BaseException) and not self.posted(name):
+            self.post(name, watch.last_place(), lasts=True)
         if isinstance(reason, PeerFailedError):
             if self._heard is not None or reason.rank not in self.global_ranks:
                 return
@@ -349,7 +351,6 @@ class Channel:
             return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
-        self._silent.add(rank)
         if rank == self.rank:
             return None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
         return self._peers.error(rank, reason)
@@ -408,10 +409,18 @@ class Channel:
         answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         stuck = {*missing} - found.keys()
-        silent = [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)]
-        if self._heard is None:  # which ends it early
-            self._silent = {*silent}
-        return Health(answers, silent)
+        return Health(answers, [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)])
+
+    def find_why(self, what: str) -> tuple[JoinError | None, Health]:
+        """Return what the others tell of something that has gone wrong here, which `what` says, and who is there."""
+        answers, silent = health = self.health()
+        ranks, failure = self.global_ranks, self.failure()
+        if failure is not None:
+            return failure, health
+        if silent:
+            text = f"{what}, and {self._peers.name(silent)} did not answer: killed, or stopped. Its own log says why."
+            return PeerFailedError(text, ranks[silent[0]], SILENT), health
+        return self.explain({ranks[rank]: status for rank, (_, status) in answers.items()}), health
 
     def _place(self) -> bytes:
         waits = self.awaits is not None
@@ -485,16 +494,10 @@ class Channel:
             self.awaits = None
 
     def _timed_out(self) -> JoinError:
-        answers, _ = self.health()
-        if (failure := self.failure()) is not None:
-            return failure
-        ranks = self.global_ranks
-        waited = f"Rank {ranks[self.rank]} waited {self._timeout.total_seconds():.0f} s for the other ranks"
-        if self._silent:
-            text = f"{waited}, and {self._peers.name(self._silent)} did not answer: killed, or stopped."
-            return PeerFailedError(text, ranks[min(self._silent)], SILENT)
-        if (explained := self.explain({ranks[rank]: status for rank, (_, status) in answers.items()})) is not None:
-            return explained
+        waited = f"Rank {self.global_ranks[self.rank]} waited {self._timeout.total_seconds():.0f} s for the other ranks"
+        why, (answers, _) = self.find_why(waited)
+        if why is not None:
+            return why
         busy = [rank for rank, (waits, _) in answers.items() if not waits]
         who = f"{self._peers.name(busy)} at work elsewhere" if busy else "all wait"
         return waited_in_vain(waited, who)

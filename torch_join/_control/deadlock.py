@@ -6,6 +6,9 @@ backward, of which the last one of a group is not done and has the number k, it 
 fewer than k, or another one as its k-th. Each is a wait for all of these, so a circle is a deadlock. The user's code, a
 loader, a compiler wait for nobody, as far as anybody knows: nothing is said of a rank that is there. A circle that
 stays for seconds is told.
+
+A rank that leaves with an error says what it has issued: who waits in a collective that it has not come to waits for
+ever.
 """
 
 import logging
@@ -34,6 +37,7 @@ _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
 _MOST_PORTS = 512
 DEADLOCK = "These ranks wait for each other for ever: "
+LEFT_AT = "left/"  # what a rank posts its last place by
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # this end, and the other one
 _MEETINGS = {
@@ -259,8 +263,16 @@ class Watch:
                 place = place._replace(kind="meeting", what=what, computed=0)
         issued = self._issued if self._state[-1:] == (numbers,) else _compat.Issued({}, None)
         has_failed = self._stream.failure is not None
-        ports = [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS] if has_failed else []
+        ports = self._ports() if has_failed else []
         return Where(place, awaits, passed, self._node.opened, numbers, issued, status, ports)
+
+    def _ports(self) -> list[_Connection]:
+        return [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS]
+
+    def last_place(self) -> Where:
+        """Return the place of this rank as it leaves with an error: what it has issued, and its connections."""
+        place, issued = _compat.Place("elsewhere", "", "", "", 0), _compat.issued(0)
+        return Where(place, None, {}, self._node.opened, _compat.sequence_numbers(), issued, None, self._ports())
 
     # ------------------------------------------------------------ what it does with the answers
 
@@ -283,15 +295,25 @@ class Watch:
             with self._links.lock:
                 self._node.call_roll(self._number)
             pause = _ANSWERS_WITHIN
-        if here.place.kind != "meeting" and (told := self._told or self._heard(here)):
-            self._end_wait(told)
+        if here.place.kind != "meeting":
+            self._end_in_vain(here)
         return pause
 
-    def _heard(self, here: Where) -> str:
-        """Return what others have told of a deadlock in a channel that is open, if anything."""
-        told = [stream.failure for number, stream in [*self._node.streams.items()] if number in here.passed]
-        texts = [_codec.decode(failure, tuple[int, str])[1] for failure in told if failure is not None]
-        return next((text for text in texts if text.startswith(DEADLOCK)), "")
+    def _end_in_vain(self, here: Where) -> None:
+        """End a wait that others have told of: in a circle, or for a rank that has raised."""
+        me, names = self._node.rank, self._node.global_ranks
+        streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
+        told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
+        circle = self._told or next((text for _, text in told if text.startswith(DEADLOCK)), "")
+        if circle:
+            self._end_wait(circle, self._places())
+        elif told:
+            values = {name: value for stream in streams for name, value in [*stream.values.items()]}
+            found = {rank: values[name] for rank in range(len(names)) if (name := f"{LEFT_AT}{rank}") in values}
+            left = {rank: _codec.decode(value, Where) for rank, value in found.items() if rank != me}
+            self._issued = _compat.issued(self._thread[0])
+            if waits_for(me, {**left, me: here._replace(issued=self._issued)}, names):
+                self._end_wait(f"{name_ranks([names[told[0][0]]]).capitalize()} failed: {told[0][1]}", left)
 
     def _judge(self, here: Where, now: float) -> None:
         """Look at the answers, and tell all of a deadlock."""
@@ -323,13 +345,12 @@ class Watch:
             seconds = f"{now - self._asks_from:.0f} s"
             _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
 
-    def _end_wait(self, told: str) -> None:
+    def _end_wait(self, told: str, places: Mapping[int, Where]) -> None:
         """End the connections between this process and those of other ranks: the collective's."""
         if not self._has_logged:
             self._has_logged = True
             with suppress(Exception):  # raised by a log handler
                 _LOG.error("%s", told)  # gloo's error will not say it
-        places = self._places()
         others = {(*port[2:], *port[:2]) for rank in places if rank != self._node.rank for port in places[rank].ports}
         for copy, connection in _connections(self._links.files):
             if connection in others:

@@ -2,10 +2,8 @@
 
 from types import TracebackType
 
-from torch_join._base.errors import JoinError, PeerFailedError, name_ranks, raise_any
 from torch_join._compat import ddp as _compat
 from torch_join._control.channel import Channel
-from torch_join._control.peers import SILENT
 
 
 class telling_failures:  # noqa: N801  it is used like a function
@@ -29,22 +27,8 @@ class telling_failures:  # noqa: N801  it is used like a function
             return
         channel, reason = self._channel, error
         if _compat.is_communication_error(error):
-            answers, silent = channel.health()  # the rank that broke the collective may still be writing why
-            try:
-                raise_any(channel.failure())
-            except JoinError as failure:
-                raise failure from error
-            names = channel.global_ranks
-            if silent:
-                channel.fail(SILENT, silent[0])
-                raise PeerFailedError(
-                    f"A collective failed on rank {names[channel.rank]}, and"
-                    f" {name_ranks(names[rank] for rank in silent)} did not answer since:"
-                    " killed, or stopped. Its own log says why.",
-                    names[silent[0]],
-                    SILENT,
-                ) from error
-            reason = channel.explain({names[rank]: status for rank, (_, status) in answers.items()}) or error
+            # The rank that broke the collective may still be writing why.
+            reason = channel.find_why(f"A collective failed on rank {channel.global_ranks[channel.rank]}")[0] or error
         channel.fail(reason)
         if reason is not error:
             try:

@@ -102,12 +102,16 @@ def told(rank: int, program: Callable[[int], None]) -> tuple[str, str, float]:
             program(rank)
         except JoinError as error:
             found = type(error).__name__, str(error), time.monotonic() - start
-            store = dist.PrefixStore("end", dist.distributed_c10d._get_default_store())
-            store.set(str(rank), "")  # collectives are broken: end together without
-            store.wait([str(each) for each in range(dist.get_world_size())], timedelta(seconds=20))
-            dist.destroy_process_group()
+            end_together(rank)
             return found
     return "", "", 0.0
+
+
+def end_together(rank: int) -> None:
+    store = dist.PrefixStore("end", dist.distributed_c10d._get_default_store())
+    store.set(str(rank), "")  # collectives are broken
+    store.wait([str(each) for each in range(dist.get_world_size())], timedelta(seconds=20))
+    dist.destroy_process_group()
 
 
 @records
@@ -134,6 +138,59 @@ def test_all_ranks_are_told(workers: Workers, program: Any, world_size: int, sai
     lines = [int(part.split(",")[0].split(" ")[0]) for part in outcomes[0][1].split(f"{__file__}:")[1:]]
     assert lines
     assert {line for line in lines if not first <= line <= last} <= {inspect.getsourcelines(step)[1] + 1}
+
+
+def raises_alone(rank: int) -> None:
+    model, optimizer, batches = made(rank, (4, 4, 1))
+    with Join([model, optimizer]) as join:
+        for number, batch in enumerate(join.batches(iter(batches))):
+            if (rank, number) == (0, 2):
+                raise OSError("no such image")
+            step(model, optimizer, batch)
+
+
+def raises_in_a_chain(rank: int) -> None:
+    """Rank 2 waits for rank 1 alone, which waits for rank 0, which has raised; by groups with torch's own timeout."""
+    model, optimizer, batches = made(rank, (2, 2, 2))
+    groups = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
+    with Join([model, optimizer]) as join:
+        for batch in join.batches(batches):
+            step(model, optimizer, batch)
+            if rank == 0:
+                raise OSError("no such image")
+            dist.all_reduce(torch.ones(1), group=groups[rank - 1])
+
+
+def ended(rank: int, program: Callable[[int], None]) -> tuple[str, float]:
+    start = time.monotonic()
+    with deadlock_seconds(0.3), pytest.raises((JoinError, OSError)) as caught:
+        program(rank)
+    seconds = time.monotonic() - start
+    end_together(rank)
+    return str(caught.value), seconds
+
+
+@records
+@pytest.mark.parametrize("program", [raises_alone, raises_in_a_chain])
+def test_whoever_waits_for_a_rank_that_has_raised_is_told(workers: Workers, program: Any) -> None:
+    (own, _), *others = workers.run(3, ended, program, timeout=300.0, deadline=40.0)
+    assert own == "no such image"
+    for text, seconds in others:
+        assert "Rank 0 failed" in text
+        assert seconds < 20
+
+
+def slow_to_raise(rank: int) -> list[str]:
+    """All raise together; rank 1 waits for a slow one long after rank 0 has gone, which has given its part."""
+    model, optimizer, batches = made(rank, (2, 2, 2))
+    with deadlock_seconds(0.1), pytest.raises(OSError, match="no more"), Join([model, optimizer]) as join:
+        for batch in join.batches(batches):
+            step(model, optimizer, batch)
+            time.sleep(2.5 if rank == 2 else 0.0)
+            dist.reduce(torch.ones(1), 1)
+            raise OSError("no more")
+    dist.barrier()
+    return []
 
 
 def slow(rank: int) -> list[str]:
@@ -205,7 +262,7 @@ def begins_in_another_order(rank: int) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("program", [slow, saves_in_a_thread, begins_in_another_order])
+@pytest.mark.parametrize("program", [slow, slow_to_raise, saves_in_a_thread, begins_in_another_order])
 def test_slow_ranks_are_not_accused(workers: Workers, program: Any) -> None:
     assert workers.run(3, program, timeout=300.0, deadline=60.0) == [[]] * 3
 
@@ -240,8 +297,11 @@ def recorded(rank: int) -> tuple[int, dict[str, str], tuple[str, int, str] | Non
     dist.barrier()
     work = dist.all_gather([torch.ones(1)] * 2, torch.ones(1), async_op=True) if rank == 0 else None
     time.sleep(0.2)
-    found = issued_collectives()
-    if rank:
+    found, store = issued_collectives(), dist.PrefixStore("found", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        store.set("0", "")
+    else:
+        store.wait(["0"])
         work = dist.all_gather([torch.ones(1)] * 2, torch.ones(1), async_op=True)
     work.wait()
     return found
