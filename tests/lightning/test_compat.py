@@ -80,7 +80,7 @@ DOORS = {
         is_last_batch=data_fetcher.done _predict_step( exceptStopIteration on_run_end()""",
     _compat.PredictionLoop.setup_data: """barrier( self.max_batches=[] _process_dataloader(
         len(dl)ifhas_len_all_ranks( self._combined_loader=combined_loader""",
-    _compat.AutomaticOptimization._training_step: """"training_step", training_step_outputisNone
+    vars(_compat.AutomaticOptimization)["_training_step"]: """"training_step", training_step_outputisNone
         self.output_result_cls.from_training_step_output(""",
 }
 
