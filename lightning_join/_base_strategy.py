@@ -22,7 +22,6 @@ from lightning_join._logging.step_values import StepValues
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
 from lightning_join._packages import check_packages
-from lightning_join._reading.evened import Evened
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._strategy_protocol import JoiningStrategy
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
@@ -42,7 +41,7 @@ from torch_join.integration import (
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
 _OF_A_RUN = (
     *("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual"),
-    *("sets_up", "gathers_alike", "evened", "around_transfer", "around_step"),
+    *("sets_up", "gathers_alike", "around_step"),
 )
 
 
@@ -64,8 +63,6 @@ class Joining(ParallelStrategy):
     join: Any = None
     # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
     sets_up = False
-    evened: Evened | None = None  # the dataloaders of a loop that is set up
-    around_transfer: Callable[[Callable[[], Any]], Any] | None = None  # runs that of a training step's batch
     around_step: ExitStack  # what is around a step's transfer, then around its hooks
 
     # What was chosen, to be read only: it is the same on all ranks.
@@ -104,7 +101,8 @@ class Joining(ParallelStrategy):
         """Raise if the strategy's arguments ask for something unsupported."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
+        without = (*_OF_A_RUN, "batch_to_device")  # which is set on the object while a fit runs
+        return {name: value for name, value in super().__getstate__().items() if name not in without}
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -186,14 +184,7 @@ class Joining(ParallelStrategy):
         return kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
-        loader = without_padding(super().process_dataloader(dataloader))
-        return loader if self.evened is None else self.evened.add(loader)
-
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        def move() -> Any:
-            return super(Joining, self).batch_to_device(batch, *args, **kwargs)
-
-        return move() if self.around_transfer is None else self.around_transfer(move)
+        return without_padding(super().process_dataloader(dataloader))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)

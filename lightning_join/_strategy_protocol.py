@@ -1,6 +1,5 @@
 """What the other modules of this package ask of the strategy, and how they get at it from a trainer."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -25,7 +24,6 @@ class JoiningStrategy(Protocol):
         metrics: The module's metrics of torchmetrics; `None` outside of a run.
         rebalancing: What rebalances batches, if they are; `None` outside of a run.
         around_step: What is around a training step's transfer, then around its hooks.
-        around_transfer: Runs the transfer of a training step's batch, while that is due.
         gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
         joined: Whether this rank has run out of batches while others have not.
         step_ranks: The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`.
@@ -41,7 +39,6 @@ class JoiningStrategy(Protocol):
     metrics: ModuleMetrics | None
     rebalancing: Rebalancing | None
     around_step: ExitStack
-    around_transfer: Callable[[Callable[[], Any]], Any] | None
     gathers_alike: bool
     joined: bool
     step_ranks: tuple[int, ...] | None

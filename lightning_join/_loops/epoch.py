@@ -52,6 +52,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _has_optimization_hooks = False  # it runs between a step's forward and its end
     _made_step = True
+    _transfers = False  # the step's batch is transferred next
     _steps_alike = 0  # in which all ranks' batches have the same size
     _is_late = _is_unheard = False  # what ranks have said of the current step
     _asks_to_validate = False  # since another rank does
@@ -69,7 +70,7 @@ class JoinEpochLoop(TrainingEpochLoop):
 
     def begin_fit(self) -> None:
         """Begin a fit in which this rank has not had a batch yet."""
-        self._placeholder = Placeholder()
+        self._placeholder, self._transfers = Placeholder(), False
 
     @property
     def done(self) -> bool:
@@ -179,7 +180,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             raise StopIteration
         self._made_step = True
         strategy.gathers_alike = join.plan is None and self.batch_idx + 1 < self._steps_alike
-        strategy.around_transfer = self._transfer
+        self._transfers = True
         if join.plan is not None:
             data_fetcher.begin_step()
         if join.joined:
@@ -198,11 +199,13 @@ class JoinEpochLoop(TrainingEpochLoop):
             strategy.around_step.enter_context(join.before_forward())
         return data_fetcher.take() if join.plan is None else join.plan.take()
 
-    def _transfer(self, move: Callable[[], Any]) -> Any:
-        """Return the step's batch on the device, and prepare for its first hooks."""
+    def transfer(self, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return a batch on the device, where the strategy's own method moves it; prepare for a step's first hooks."""
+        if not self._transfers:  # an evaluation's
+            return move(*args, **kwargs)
+        self._transfers = False
         join, strategy = join_of(self.trainer), strategy_of(self.trainer)
-        strategy.around_transfer = None
-        batch = self._placeholder.batch if join.joined else move()
+        batch = self._placeholder.batch if join.joined else move(*args, **kwargs)
         if self._has_transfer_hooks:
             strategy.around_step.close()
         if self._lacks_values:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -44,9 +45,12 @@ class JoinFitLoop(FitLoop):
     _last_place: Place | None = None  # where this rank was when the fit ended
 
     def run(self) -> None:
-        with strategy_of(self.trainer).around_run(last=not is_finding_learning_rate(self.trainer)):
+        strategy, epoch_loop = cast(Any, self.trainer.strategy), cast(Any, self.epoch_loop)
+        # On the object: outside of what a strategy that is derived from ours does to a batch.
+        transfer = setting(strategy, batch_to_device=partial(epoch_loop.transfer, strategy.batch_to_device))
+        with strategy.around_run(last=not is_finding_learning_rate(self.trainer)), transfer:
             self.agreed_stop = False
-            cast(Any, self.epoch_loop).begin_fit()
+            epoch_loop.begin_fit()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
             self._last_place, self._record = self._place(), None  # for checkpoints that are saved after the fit

@@ -18,9 +18,6 @@ class Evened:
         channel: Where the ranks meet.
         measure: Measures this rank's dataloaders.
         check: Called with what each rank has measured.
-
-    Attributes:
-        is_over: Whether the set-up is: what still holds one of these dataloaders, as a user's wrapper, has its own.
     """
 
     def __init__(
@@ -30,14 +27,15 @@ class Evened:
         check: Callable[[Sequence[Loaders]], None] | None,
     ) -> None:
         self._channel, self._measure, self._check = channel, measure, check
-        self.is_over = False
         self._loaders: list[Any] = []
         self._longest: list[int | float] = []
 
     def add(self, loader: Any) -> "EvenedLoader":
         """Return what stands for a dataloader."""
         self._loaders.append(loader)
-        return EvenedLoader(loader, len(self._loaders) - 1, self)
+        # In messages of Lightning's it has the name of what it stands for.
+        named: type[EvenedLoader] = type(type(loader).__name__, (EvenedLoader,), {})
+        return named(loader, len(self._loaders) - 1, self)
 
     def longest(self, place: int) -> int | float:
         """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""
@@ -60,20 +58,16 @@ class EvenedLoader:
         return type(self.own_loader)
 
     def __len__(self) -> int:
-        if self.dataloaders.is_over:
-            return len(self.own_loader)
         longest = self.dataloaders.longest(self.place_in_loop)
         if longest == float("inf"):
             raise TypeError("The dataloader of some rank has no length.")
         return int(longest)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield nothing in the set-up: a reader that is made there is not gone through, and must not begin anything."""
-        return iter(self.own_loader if self.dataloaders.is_over else ())
+        """Yield nothing: a reader that is made in the set-up is not gone through, and must not begin anything."""
+        return iter(())
 
     def __getattr__(self, name: str) -> Any:
-        if name == "own_loader":  # of one that is being copied
-            raise AttributeError(name)
         return getattr(self.own_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,12 +94,13 @@ def evened(
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
     """
-    dataloaders = Evened(strategy.channel, measure, check)
+    loaders, process = Evened(strategy.channel, measure, check), strategy.process_dataloader
+    # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
+    outermost = setting(strategy, sets_up=True, process_dataloader=lambda loader: loaders.add(process(loader)))
     try:
-        with setting(strategy, sets_up=True, evened=dataloaders):
+        with outermost:
             yield
     finally:
-        dataloaders.is_over = True
         combined = loop._combined_loader
-        if combined is not None and any(type(part) is EvenedLoader for part in combined.flattened):
+        if combined is not None and any(isinstance(part, EvenedLoader) for part in combined.flattened):
             combined.flattened = [part.own_loader for part in combined.flattened]
