@@ -206,6 +206,12 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._transfers = False
         join, strategy = join_of(self.trainer), strategy_of(self.trainer)
         batch = self._placeholder.batch if join.joined else move(*args, **kwargs)
+        if batch is None and not join.joined:
+            raise UnsupportedError(
+                f"The transfer of batch {self.batch_idx + 1} to the device returned None, as a rule for a hook that"
+                " returns nothing (on_after_batch_transfer, for example). Lightning leaves such a step out, on this"
+                " rank alone. Return the batch."
+            )
         if self._has_transfer_hooks:
             strategy.around_step.close()
         if self._lacks_values:

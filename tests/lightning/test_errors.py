@@ -78,6 +78,11 @@ class DifferentLoaders(Module):
         pass
 
 
+class ReturnsNothing(Module):
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch | None:
+        return batch if self.trainer.global_rank == 0 or not self.trained else None
+
+
 class OwnLoop(_FitLoop):
     pass
 
@@ -152,6 +157,7 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         {"val_check_interval": 0.5},
         ("DataloaderError", "dataloaders of ranks 0, 1 have no length"),
     ),
+    "transfer": (ReturnsNothing, Fit((4, 2)), {}, ("UnsupportedError", "The transfer of batch 1", "returned None")),
     "log-to-group-in-hook": (LogsToGroupInHook, Fit((2, 3)), {}, ("UnsupportedError", "on_step=False")),
     "monitor-epoch": (
         LogsUnsynced,
