@@ -21,7 +21,7 @@ from lightning_join._reading.fetcher import Place, ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import epochs_of, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
@@ -150,11 +150,19 @@ class JoinFitLoop(FitLoop):
             )
 
     def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
-        # As in later epochs, and before Lightning, which would not say whose dataloaders have no length.
+        # As in later epochs, and before Lightning, which would not say whose dataloaders have no length, and knows of
+        # neither what is rebalanced nor a combined loader that is shorter on each rank than its longest parts.
         assert self._combined_loader is not None
-        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
-        self.max_batches = max(lengths)
-        self._set_interval(lengths)
+        self.set_lengths([_loaders.total_length(self._combined_loader, each.limits) for each in everyone])
+        trainer: Any = self.trainer
+        interval = trainer.val_check_batch or 0  # none where it is in seconds
+        validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if validates and 0 < self.max_batches < interval:
+            raise JoinValueError(
+                f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches"
+                f" ({self.max_batches}). Set `limit_val_batches` to 0.0 to disable validation, or"
+                " `check_val_every_n_epoch=None` to validate based on the total training batches."
+            )
 
     def _measure(self, loaders: Sequence[Any]) -> _loaders.Loaders:
         return _loaders.measure(RunningStage.TRAINING, loaders, self.trainer.limit_train_batches)

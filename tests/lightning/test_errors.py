@@ -151,6 +151,12 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         {"val_check_interval": 6},
         ("ValueError", "`val_check_interval` (6)", "training batches (5)"),
     ),
+    "interval-rebalanced": (
+        Module,
+        Fit((2, 8), rebalance=True),
+        {"val_check_interval": 6},
+        ("ValueError", "`val_check_interval` (6)", "training batches (5)"),
+    ),
     "interval-stream": (
         Module,
         Fit((2, 5), iterable=True),
