@@ -1,6 +1,5 @@
 """The prediction loop on uneven dataloaders, empty ones among them."""
 
-from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -22,9 +21,13 @@ class JoinPredictionLoop(InRounds, PredictionLoop):
             return super().run()
 
     def _predict_step(self, *args: Any) -> None:
-        self._finish_rounds(args[2])
-        with self._rounds.step() if self._rounds.places else nullcontext(), NoStopIteration():
+        if not self._rounds.places:
             super()._predict_step(*args)
+            return
+        with NoStopIteration():
+            self._finish_rounds(args[2])
+            with self._rounds.step():
+                super()._predict_step(*args)
 
     def on_run_end(self) -> Any:
         self._finish_rounds()

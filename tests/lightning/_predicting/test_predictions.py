@@ -293,6 +293,23 @@ def test_in_a_hook_and_with_a_plain_strategy(workers: Workers) -> None:
 # ---------------------------------------------------------------- what raises
 
 
+class Iterating(Predicting):
+    def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, place = next(dataloader_iter)
+        return super().predict_step(batch, batch_idx, place)
+
+
+def predict_iterating(rank: int) -> list[list[int]]:
+    module = Iterating(Case(2, (Loader(), Loader())))
+    loaders = [DataLoader(range(10 * place, 10 * place + 3 + rank), batch_size=2) for place in range(2)]  # type: ignore[arg-type]
+    build_trainer(Fit((1, 1)), use_distributed_sampler=False).predict(module, loaders)
+    return module.seen
+
+
+def test_a_step_that_reads_its_own_batches_goes_through_all_dataloaders(workers: Workers) -> None:
+    assert workers.run(2, predict_iterating) == [[[0, 1, 2], [10, 11, 12]], [[0, 1, 2, 3], [10, 11, 12, 13]]]
+
+
 class Unrecorded(UnpaddedDistributedSampler):
     def __iter__(self) -> Any:
         return (str(index) for index in super().__iter__())
