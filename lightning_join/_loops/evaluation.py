@@ -50,9 +50,10 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         metrics_of(self.trainer).renew()
 
     def _evaluation_step(self, *args: Any) -> None:
-        self._finish_rounds(args[2])
-        with self._rounds.step(), NoStopIteration():
-            super()._evaluation_step(*args)
+        with NoStopIteration():
+            self._finish_rounds(args[2])
+            with self._rounds.step():
+                super()._evaluation_step(*args)
 
     def _store_dataloader_outputs(self) -> None:
         pass  # on every rank, and for each dataloader: `_finish_rounds` does

@@ -211,19 +211,21 @@ HOOKS = [
 ]
 
 
-class ExhaustsIn(Module):
+class Evaluated(Module):
+    def val_dataloader(self) -> Any:
+        return DataLoader([self.case.batch(0, 0, 0)], batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        pass
+
+
+class ExhaustsIn(Evaluated):
     """Raises `StopIteration` out of a hook, on one rank."""
 
     hook: str
 
     def setup(self, stage: str) -> None:
         setattr(self, self.hook, self.exhaust)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader([self.case.batch(0, 0, 0)], batch_size=None)  # type: ignore[arg-type]
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        pass
 
     def exhaust(self, *args: Any, **_: Any) -> Any:
         if self.trainer.global_rank == 1:
@@ -237,6 +239,32 @@ def test_stop_iteration_in_a_hook_does_not_end_a_loop_of_one_rank(workers: Worke
     survivor, culprit = workers.outcomes(
         2, fit, case, ExhaustsIn, {"hook": hook}, {"limit_val_batches": 1, "num_sanity_val_steps": 0}
     )
+    assert "JoinError: A step or a hook raised StopIteration" in culprit.error, culprit
+    assert "PeerFailedError: Rank 1 failed" in survivor.error, survivor
+
+
+class ExhaustedMetric(SumMetric):
+    raises = False
+
+    def compute(self) -> Any:
+        return next(iter(())) if self.raises else super().compute()
+
+
+class ExhaustsInAMetric(Evaluated):
+    def setup(self, stage: str) -> None:
+        self.metric = ExhaustedMetric()
+        self.metric.raises = self.trainer.global_rank == 1
+
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader()] * 2
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.metric.update(1.0)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+
+
+def test_stop_iteration_between_dataloaders_does_not_end_a_loop_of_one_rank(workers: Workers) -> None:
+    survivor, culprit = workers.outcomes(2, fit, Fit((3, 4)), ExhaustsInAMetric, {}, {"num_sanity_val_steps": 0})
     assert "JoinError: A step or a hook raised StopIteration" in culprit.error, culprit
     assert "PeerFailedError: Rank 1 failed" in survivor.error, survivor
 
