@@ -149,13 +149,13 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Fit((2, 5)),
         {"val_check_interval": 6},
-        ("ValueError", "`val_check_interval` (6)", "training batches (5)"),
+        ("JoinValueError", "`val_check_interval` (6)", "training batches (5)"),
     ),
     "interval-rebalanced": (
         Module,
         Fit((2, 8), rebalance=True),
         {"val_check_interval": 6},
-        ("ValueError", "`val_check_interval` (6)", "training batches (5)"),
+        ("JoinValueError", "`val_check_interval` (6)", "training batches (5)"),
     ),
     "interval-stream": (
         Module,

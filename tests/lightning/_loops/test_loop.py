@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_join import DDPJoinStrategy
 from tests.support.batches import Batches
 from tests.support.front_ends.lightning import (
     EpochSampler,
@@ -62,36 +61,6 @@ def test_totals_follow_the_longest_rank(workers: Workers, lengths: Any) -> None:
 def test_totals_of_streams_are_unknown(workers: Workers) -> None:
     for result in workers.run(2, fit, Fit((2, 3), iterable=True), Module, {}, SHOWN):
         assert [*result.noted, result.batches] == [float("inf")] * 4
-
-
-# ---------------------------------------------------------------- loaders that a user's strategy wraps
-
-
-class Wrapped:
-    """A loader of the user's own, with nothing of a `DataLoader` but its batches."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-class Wrapping(DDPJoinStrategy):
-    def process_dataloader(self, dataloader: object) -> object:
-        return Wrapped(super().process_dataloader(dataloader))
-
-
-def fit_wrapped(rank: int, case: Fit) -> Result:
-    return fit(rank, case, Module, {}, {"strategy": Wrapping(weighting=case.option)})
-
-
-def test_a_loader_that_a_users_strategy_wraps(workers: Workers) -> None:
-    case = Fit((0, 3), epochs=1)  # nobody tells a sampler the next one
-    assert_exact(case, workers.run(2, fit_wrapped, case))
 
 
 # ---------------------------------------------------------------- loaders that lie
