@@ -9,10 +9,11 @@ import dis
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import parent_process
 from types import FunctionType
 from typing import Any
@@ -54,7 +55,7 @@ def _warn_of_newer(framework: str, seen: str) -> None:
     if framework in _judged or not first or parent_process() is not None:
         return
     _judged.add(framework)
-    installed = version(framework)
+    installed = _release_of(framework)
     newest = [int(part) for part in _NUMBERS.findall(seen)[-1].split(".")]
     if [int(part) for part in _NUMBERS.match(installed)[0].split(".")][: len(newest)] > newest:  # type: ignore[index]
         warnings.warn(
@@ -88,9 +89,16 @@ def naming_missing(seen: str, *packages: str) -> Iterator[None]:
 def _gone(package: str, seen: str, what: str) -> UnsupportedError:
     framework = package.partition(".")[0]
     return UnsupportedError(
-        f"{framework} {version(framework)} does not have what this package needs of it ({what}). It works with"
+        f"{framework} {_release_of(framework)} does not have what this package needs of it ({what}). It works with"
         f" {framework} {seen}: install one of these versions, or a newer version of this package."
     )
+
+
+def _release_of(framework: str) -> str:
+    try:
+        return version(framework)
+    except PackageNotFoundError:  # the `lightning_fabric` that is a part of `pytorch_lightning`
+        return str(sys.modules[framework].__version__)
 
 
 def _has(owner: Any, name: str) -> bool:
