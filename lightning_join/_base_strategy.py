@@ -101,7 +101,7 @@ class Joining(ParallelStrategy):
         """Raise if the strategy's arguments ask for something unsupported."""
 
     def __getstate__(self) -> dict[str, Any]:
-        without = (*_OF_A_RUN, "batch_to_device")  # which is set on the object while a fit runs
+        without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and a set-up
         return {name: value for name, value in super().__getstate__().items() if name not in without}
 
     def setup_environment(self) -> None:

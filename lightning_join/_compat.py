@@ -173,6 +173,6 @@ check_names(
         EvaluationLoop: "_evaluation_step _on_evaluation_epoch_end _store_dataloader_outputs",
         FitLoop: "_can_stop_early _combined_loader",
         PredictionLoop: "_combined_loader _predict_step",
-        TrainingEpochLoop: ("_batches_that_stepped _is_training_done _should_check_val_epoch _should_check_val_fx"),
+        TrainingEpochLoop: "_batches_that_stepped _is_training_done _should_check_val_epoch _should_check_val_fx",
     },
 )

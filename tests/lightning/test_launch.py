@@ -92,6 +92,7 @@ class Pickling(Module):
         return loss
 
     def val_dataloader(self) -> Any:
+        self.pickle_all(self.trainer, "as dataloaders are made")
         return DataLoader([self.case.batch(0, 0, 0)] * (1 + 2 * self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

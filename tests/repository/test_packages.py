@@ -249,4 +249,4 @@ def test_a_newer_version_is_used_with_one_warning_in_a_job(framework: str) -> No
         environ = {**os.environ, "RANK": rank}
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count(f" {framework} 99.0.dev1 is newer than those") == said, done.stderr
+        assert done.stderr.count(f" {framework} 99.0.dev1 is newer than the versions") == said, done.stderr

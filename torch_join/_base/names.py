@@ -50,7 +50,7 @@ _judged: set[str] = set()
 
 
 def _warn_of_newer(framework: str, seen: str) -> None:
-    """Warn where it is the first process of a job that imports this, which the launcher's variables say."""
+    """Warn in the first process of a job, going by the launcher's environment variables."""
     first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK"))
     if framework in _judged or not first or parent_process() is not None:
         return
@@ -59,9 +59,9 @@ def _warn_of_newer(framework: str, seen: str) -> None:
     newest = [int(part) for part in _NUMBERS.findall(seen)[-1].split(".")]
     if [int(part) for part in _NUMBERS.match(installed)[0].split(".")][: len(newest)] > newest:  # type: ignore[index]
         warnings.warn(
-            f"{framework} {installed} is newer than those that this package was tested with ({seen}). All names that"
-            " it relies on are there, so it is used. `python -m torch_join doctor` trains with it and compares the"
-            " result with that of one process.",
+            f"{framework} {installed} is newer than the versions this package was tested with ({seen}). It has all"
+            " private names that this package needs, but nobody has compared results. Before a long run, compare a"
+            f" short one with a single process, or install {framework} {seen}.",
             JoinWarning,
             stacklevel=3,
         )
