@@ -104,6 +104,10 @@ class PreparedReader(Reader[Any]):
             self.has_next()
         return self
 
+    @property
+    def goes_on(self) -> bool:
+        return not self.prepared.end_of_dataloader
+
     def leave(self) -> None:
         if self.prepared.end_of_dataloader:  # else Accelerate would not count the epoch
             self.has_next()

@@ -8,8 +8,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join.transformers._reading import broadcast
-from torch_join.integration import ReadStep, StepDriver
+from torch_join.integration import ReadStep, StepDriver, broadcast
 
 
 class Evaluation:

@@ -1,17 +1,21 @@
 """A loader that has as many steps on each rank as the longest one has batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any, NamedTuple
 
-from accelerate.data_loader import DataLoaderShard
+import torch
+from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
+from accelerate.utils import send_to_device
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join._loaders import length_of
-from torch_join import JoinTypeError
-from torch_join.integration import steps_of
+from accelerate_join._compat import without_none
+from accelerate_join._loaders import PreparedReader, length_of
+from torch_join import UnsupportedError
+from torch_join.integration import EvenedLoader as CoreEvenedLoader
 
 
 class Said(NamedTuple):
@@ -26,73 +30,90 @@ class Said(NamedTuple):
     examples: int | None
 
 
-class EvenedLoader:
-    """A loader of Accelerate's, and those of the other ranks.
-
-    Its length, and what it knows of samples, is this rank's own until the ranks have told each other, which a run of
-    `train` or `evaluate` begins with: asking for it is never something that ranks do together.
+class EvenedLoader(CoreEvenedLoader):
+    """A loader of Accelerate's, and those of the other ranks, which a run of `train` or `evaluate` begins with.
 
     Args:
         loader: This rank's own.
-        find_reader: Returns what goes through it with the other ranks, a `Run`; `None` outside of one.
+        find_run: Returns what goes through it with the other ranks, a `Run`; `None` outside of one.
         trains: Whether what it yields is trained on.
         owns: Whether the dataset is this rank's own.
         rebalances: Whether ranks give batches to each other.
 
     Attributes:
-        everyone: What each rank has said; empty until then.
-        template: A batch without rows; `None` before this rank has one.
-        end_of_dataloader: Whether no rank has another batch; Accelerate looks at it.
         remainder: That no sample is there twice; Accelerate looks at it.
     """
 
+    framework = "Trainer"
     remainder = 0
 
     def __init__(
         self,
         loader: DataLoaderShard,
-        find_reader: Callable[[], Any],
+        find_run: Callable[[], Any],
         trains: bool,
         owns: bool,
         rebalances: bool = False,
     ) -> None:
-        self.loader, self.trains, self.owns, self.rebalances = loader, trains, owns, rebalances
-        self.everyone: Sequence[Said] = ()
-        self.template: Any = None
-        self.end_of_dataloader = False
-        self._find_reader = find_reader
+        super().__init__(loader, without_rows, trains, rebalances)
+        self.owns = owns
+        self._everyone: Sequence[Said] = ()
+        self._find_run = find_run
         self.resumes_stream = False
 
     @property
     def said(self) -> Said:
         """What this rank has to say."""
-        return Said(length_of(self.loader), length_of(self.loader.dataset))
+        return Said(self.length, length_of(self.loader.dataset))
+
+    def tell(self, everyone: Sequence[Said]) -> None:
+        """Note what each rank has said."""
+        self._everyone, self.lengths = everyone, [said.length for said in everyone]
 
     @property
     def examples(self) -> int | None:
         """How many samples all ranks' datasets have; `None` if nobody knows."""
-        numbers = [said.examples for said in self.everyone or [self.said]]
+        numbers = [said.examples for said in self._everyone or [self.said]]
         if not self.owns:
             return numbers[0]
         return None if None in numbers else sum(number or 0 for number in numbers)
 
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether no rank has another batch; Accelerate looks at it."""
+        return self.is_last_step
+
+    def reader(self, counts: bool) -> PreparedReader:
+        if self.rebalances and (type(self.loader.batch_sampler) is SkipBatchSampler or self.loader.skip_batches):
+            raise UnsupportedError(
+                "rebalance=True: a checkpoint does not say which batches were given away, so that training cannot go on"
+                " in the middle of an epoch. Resume at the begin of one, or use ignore_data_skip=True."
+            )
+        return PreparedReader(without_none(type(self.loader).__iter__), counts, False, self.loader)
+
+    def around(self) -> AbstractContextManager[None]:
+        return _compat.active_loader(self)  # Accelerate's own loader has begun: ours comes after it
+
+    def moved(self, batch: Any, device: torch.device | str) -> Any:
+        return send_to_device(batch, device)
+
     def without_first(self, number: int) -> "EvenedLoader":
         """Return the same without its first batches, of which a rank may have fewer."""
-        rest, run = copy(self), self._find_reader()
+        rest, run = copy(self), self._find_run()
         rest.resumes_stream = self._has_no_length
         number = number if run is None else run.position.to_skip(number)
         rest.loader = _compat.skip_first_batches(self.loader, number)
-        rest.everyone = ()
+        rest.tell(())
         return rest
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader the epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
-        run = self._find_reader()
+        run = self._find_run()
         self.loader.set_epoch(epoch if run is None or not self._has_no_length else run.position.pass_of(epoch))
 
     @property
     def _has_no_length(self) -> bool:
-        return self.resumes_stream or any(said.length is None for said in self.everyone)
+        return self.resumes_stream or None in self.lengths
 
     def own_batches(self) -> Iterator[Any]:
         """Return this rank's batches, whatever others do, and a loop that goes on is left as it is."""
@@ -100,15 +121,8 @@ class EvenedLoader:
         alone.rng_types = None  # which ranks exchange
         return iter(alone)
 
-    def __len__(self) -> int:
-        lengths = [said.length for said in self.everyone or [self.said]]
-        if None in lengths:
-            raise JoinTypeError("The dataloader of some rank has no length.")
-        known = [length or 0 for length in lengths]
-        return steps_of(known) if self.rebalances else max(known)
-
     def __iter__(self) -> Iterator[Any]:
-        run = self._find_reader()
+        run = self._find_run()
         batches: Iterator[Any] = iter(self.loader) if run is None else run.go_through(self)
         return batches
 

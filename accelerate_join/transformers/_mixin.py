@@ -153,8 +153,6 @@ class JoinTrainerMixin:
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
-        if trains and callable(self.weighting):
-            loader.device = None  # batches are counted first
         return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, trains and self.rebalance)
 
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:

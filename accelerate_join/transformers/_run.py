@@ -23,10 +23,11 @@ from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader, Said
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
-from accelerate_join.transformers._reading import Reading, broadcast
 from accelerate_join.transformers._stopping import Stopping
 from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import (
+    Beginning,
+    Evened,
     Lockstep,
     LockstepJoin,
     ModelShadow,
@@ -34,6 +35,7 @@ from torch_join.integration import (
     ReadStep,
     Rebalancing,
     StepDriver,
+    broadcast,
     check_monitored,
     dealt_again,
     factor_of_count,
@@ -118,7 +120,7 @@ class Run:
         self._wrapper: Any = None
         self._model: Any = None  # what `compute_loss` gets
         self._follows_evaluation = False
-        self._reading: dict[bool, Reading] = {}  # by whether what is read is trained on
+        self._reading: dict[bool, Evened] = {}  # by whether what is read is trained on
         self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to go through its loader
         self._computed = self._backwards = 0  # in the step that is trained on
         self._epoch_ends = False  # Trainer has come to what it does last in an epoch
@@ -143,9 +145,9 @@ class Run:
         self._rebalancing = Rebalancing(self.driver.members, chosen.rebalance)
         where = self.channel, trainer.args.device
         options: Any = self.driver.members.count, self._rebalancing, chosen.throw_on_early_termination
-        self._reading[True] = Reading(*where, self._begin_training, self._finish_training, *options)
-        begin_evaluation = partial(self.channel.gather, of=tuple[bool, int | None, bool])
-        self._reading[False] = Reading(*where, begin_evaluation, self.hand_over_kept)
+        self._reading[True] = Evened(*where, self._begin_training, self._finish_training, *options)
+        begin_evaluation = partial(self.channel.gather, of=Beginning)
+        self._reading[False] = Evened(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
             monitor.watch((self.channel, trainer.log, self._rebalancing))
@@ -190,8 +192,9 @@ class Run:
         mine = *loader.said, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
         check_monitored([monitored for *_, monitored in everyone])
-        loader.everyone = [Said(*said) for *said, _ in everyone]
-        dealt = [said.examples if deals_out(loader.loader) else None for said in loader.everyone]
+        said = [Said(*said) for *said, _ in everyone]
+        loader.tell(said)
+        dealt = [each.examples if deals_out(loader.loader) else None for each in said]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
             warnings.warn(text, stacklevel=2)
 

@@ -77,6 +77,11 @@ class Reader(Source, Generic[T]):
             return next(self._iterator)
         return self._guard.read([*chain(*self._reserved), *self._ahead], lambda: next(self._iterator))
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a batch after the one that was taken last."""
+        return self.has_next()
+
     def take(self) -> T:
         """Return the next batch."""
         if not self._ahead:

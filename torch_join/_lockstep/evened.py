@@ -1,0 +1,305 @@
+"""The seam for a framework that iterates a loader itself: one that has as many steps on each rank as the longest one.
+
+The framework takes all numbers from the loader's length, and reads several steps ahead if it likes. Of what it has read
+it finds, when it comes to run it, which ranks have a batch in the step:
+
+    loader = EvenedLoader(own_loader, empty)
+    evened = Evened(channel, device, begin, join.finish)  # `begin` calls `join.begin`
+    for batch in evened.go_through(loader):
+        join.go_to(evened.take(batch))
+        ...  # a step of `join`: see `Lockstep`
+
+`tests/core/_lockstep/test_evened.py` has such a framework in a few lines; Trainer is one.
+"""
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from torch_join._base.errors import JoinError, JoinTypeError
+from torch_join._base.weighting import Count
+from torch_join._control.channel import Channel
+from torch_join._schedule.active_ranks import ReadStep, early_termination
+from torch_join._schedule.plan import steps_of
+from torch_join._schedule.rebalancer import Rebalancer
+from torch_join._schedule.rebalancing import Rebalancing
+from torch_join._tail.planned import PlannedReader
+from torch_join._tail.reader import Reader
+
+_END = object()
+_Steps = Generator[tuple[Any, ReadStep], None, None]
+# Of a rank, as it begins to go through a loader: whether it has a batch; how many, if there can be no other number;
+# whether it has had none so far.
+Beginning = tuple[bool, int | None, bool]
+
+
+class EvenedLoader:
+    """This rank's loader, and what is known of those of the other ranks.
+
+    Its length is this rank's own until the ranks have told each other theirs: asking for it is never something that
+    ranks do together. A framework that reads its loader in its own way derives a class.
+
+    Args:
+        loader: This rank's own.
+        empty: Returns a batch of the kind of another one with nothing in it, for steps in which this rank has none.
+        trains: Whether what it yields is trained on.
+        rebalances: Whether ranks give batches to each other.
+
+    Attributes:
+        lengths: By rank, how many batches it says that it has, `None` without a length; empty until that is known.
+        stand_in: What a step without a batch gets; `None` before this rank has had one, or another's kind.
+        is_last_step: Whether no rank has a batch after what was yielded last.
+    """
+
+    framework = "The framework"  # for messages
+
+    def __init__(self, loader: Any, empty: Callable[[Any], Any], trains: bool = True, rebalances: bool = False) -> None:
+        self.loader, self.empty, self.trains, self.rebalances = loader, empty, trains, rebalances
+        self.lengths: Sequence[int | None] = ()
+        self.stand_in: Any = None
+        self.is_last_step = False
+
+    @property
+    def length(self) -> int | None:
+        """What this rank's loader says of its number of batches."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
+    def __len__(self) -> int:
+        lengths = [*self.lengths] or [self.length]
+        if None in lengths:
+            raise JoinTypeError("The dataloader of some rank has no length.")
+        known = [length or 0 for length in lengths]
+        return steps_of(known) if self.rebalances else max(known)
+
+    def reader(self, counts: bool) -> Reader[Any]:
+        """Return what reads this rank's batches; `counts` is whether each is counted."""
+        return Reader(self.loader)
+
+    def around(self) -> AbstractContextManager[object]:
+        """Put around all steps, when the first one is read."""
+        return nullcontext()
+
+    def moved(self, batch: Any, device: torch.device | str) -> Any:
+        """Return a batch on a device."""
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+class Evened:
+    """Goes through one loader after another, all ranks together.
+
+    Args:
+        channel: Where the ranks meet.
+        device: Where batches are.
+        begin: Begins a loop with what this rank has to say, and returns what all ranks say; all ranks meet.
+        finish: Ends a loop; all ranks call it.
+        count: Returns what a batch counts, where batches are counted.
+        rebalancing: Has ranks give batches to each other, if it is enabled.
+        throws: Whether to raise on all ranks when the first one runs out of batches.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        device: torch.device,
+        begin: Callable[[Beginning], Sequence[Beginning]],
+        finish: Callable[[], None],
+        count: Count | None = None,
+        rebalancing: Rebalancing | None = None,
+        throws: bool = False,
+    ) -> None:
+        self._channel, self._device = channel, device
+        self._begin_loop, self._finish_loop = begin, finish
+        self._count, self._rebalancing, self._throws = count, rebalancing, throws
+        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # what was read, and who has a batch in its step
+        self._current: Generator[Any, None, None] | None = None
+
+    def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
+        """Return this rank's batches, and for as long as other ranks have some what stands in for one.
+
+        Raises:
+            EarlyTerminationError: On all ranks, if they are to throw and some rank runs out of batches before others.
+            JoinError: The loader has another number of batches than it can have.
+        """
+        self.leave()
+        self._current = current = self._go_through(loader)
+        return current
+
+    def leave(self) -> None:
+        """Leave the current loop, if the framework has left it before its end; all ranks call it."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.close()
+
+    def take(self, batch: Any) -> ReadStep | None:
+        """Return who has a batch in the step of what was yielded, in that order; `None` if this was not."""
+        while self._ahead:
+            given, step = self._ahead.popleft()
+            if given is batch:
+                return step
+        return None
+
+    def steps_of(self, batches: Sequence[Any]) -> list[ReadStep]:
+        """Return the steps of some of the batches that were read and not taken."""
+        return [step for given, step in self._ahead if any(given is batch for batch in batches)]
+
+    def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
+        self._ahead.clear()
+        loader.is_last_step = False
+        lengths, last, steps = _Lengths(loader), _END, self._steps(loader)
+        with ExitStack() as stack:
+            stack.callback(steps.close)
+            for number, (batch, step) in enumerate(steps):
+                if not number:  # what the loader itself does as it begins comes before
+                    stack.enter_context(loader.around())
+                loader.is_last_step = step.is_last_step
+                if batch is not _END:
+                    last = batch
+                elif last is not _END:
+                    loader.stand_in, last = loader.empty(last), _END
+                given = loader.stand_in if batch is _END else batch
+                self._ahead.append((given, step))
+                lengths.note(step)
+                yield given
+        if last is not _END:
+            loader.stand_in = loader.empty(last)
+        lengths.end()
+        self._finish_loop()
+
+    def _steps(self, loader: EvenedLoader) -> _Steps:
+        """Yield this rank's batches, and the end in steps without one."""
+        rebalancing, reader = self._rebalancing, loader.reader(self._count is not None)
+        certain = reader.certain_length()
+        if loader.rebalances and rebalancing is not None and rebalancing.enabled:
+            rebalancing.current = None  # of the loop before: not every reader begins a plan
+            reader = reader.rebalanced(partial(self._plan, loader.length))
+        plan = None if rebalancing is None else rebalancing.current
+        batch, counted = self._take(reader, plan)
+        everyone = self._begin(loader, batch, certain)
+        if plan is not None:
+            yield from self._planned(reader, plan, batch)
+            return
+        rank, step = self._channel.rank, 0
+        active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
+        lengths = [length for _, length, _ in everyone]
+        while active:
+            if self._throws and len(active) < self._channel.world_size:
+                raise early_termination(rank, rank not in active)
+            goes_on, total = batch is not _END and reader.goes_on, 0.0
+            if self._count is not None or None in lengths:
+                said = self._channel.gather((goes_on, counted), of=tuple[bool, float])
+                going_on = tuple(rank for rank, (goes, _) in enumerate(said) if goes)
+                total = math.fsum(number for _, number in said)
+            else:
+                going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
+                if goes_on != (rank in going_on):
+                    raise JoinError(
+                        f"The dataloader of rank {rank} has said that it has {lengths[rank]} batches, and has"
+                        f" {'more' if goes_on else 'fewer'}."
+                    )
+            yield batch, ReadStep(active, not going_on, counted, total)
+            active, step = going_on, step + 1
+            batch, counted = self._take(reader) if batch is not _END else (_END, 0.0)
+
+    def _take(self, reader: Reader[Any], plan: Rebalancer | None = None) -> tuple[Any, float]:
+        """Return this rank's next batch, if it has one, and what it counts, if nobody else counts it."""
+        if not reader.has_next():
+            return _END, 0.0
+        counted = 0.0 if self._count is None or plan is not None else float(reader.count(self._count))
+        return reader.take(), counted
+
+    def _planned(self, reader: Reader[Any], plan: Rebalancer, batch: Any) -> _Steps:
+        """Yield what this rank trains on where batches are rebalanced: its own, and others'."""
+        try:
+            while plan.active_ranks:
+                yield batch, ReadStep(plan.active_ranks, plan.is_last_step, plan.count(), plan.total)
+                plan.advance(self._meet)
+                batch, _ = self._take(reader, plan)
+        except GeneratorExit:
+            pass  # all ranks leave at this step
+        plan.end()
+
+    def _plan(self, length: int | None, source: Reader[Any]) -> Reader[Any] | None:
+        assert self._rebalancing is not None
+        certain = source.certain_length()
+        options: dict[str, Any] = {"lead": source.lead, "count": self._count, "is_certain": certain is not None}
+        length = length if certain is None else certain
+        plan = self._rebalancing.begin(self._channel, source, length, self._meet, **options)
+        return None if plan is None else PlannedReader(plan, source)
+
+    def _meet(self, count: float, notice: dict[str, Any]) -> Any:
+        return self._channel.barrier(count, notice or None)
+
+    def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:
+        """Begin to go through a loader, with this rank's first batch; all ranks meet. Return what each says."""
+        has = batch is not _END
+        everyone = self._begin_loop((has, certain, loader.stand_in is None and not has))
+        lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
+        source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
+        if lacking and source is not None:
+            # The kind of a batch is all that they need.
+            mine = loader.moved(loader.empty(batch), "cpu") if self._channel.rank == source else None
+            shared = broadcast(mine, source, self._device)
+            if self._channel.rank in lacking:
+                loader.stand_in = loader.moved(shared, self._device)
+        return everyone
+
+
+class _Lengths:
+    """Warns where the loaders' lengths, by which a framework plans an epoch, prove wrong.
+
+    Args:
+        loader: What is gone through. The rest of one, where an epoch is resumed, is not compared.
+    """
+
+    def __init__(self, loader: EvenedLoader) -> None:
+        known = [*loader.lengths] if loader.trains else []
+        self._lengths = [] if None in known else [length or 0 for length in known]
+        self._planned = len(loader) if self._lengths else 0
+        self._framework, self._rebalances = loader.framework, loader.rebalances
+        self._yielded = [0] * len(self._lengths)
+        self._steps = 0
+
+    def note(self, step: ReadStep) -> None:
+        """Note a step that was read."""
+        self._steps += 1
+        for rank in step.active_ranks if self._lengths else ():
+            self._yielded[rank] += 1
+        if self._steps == self._planned and not step.is_last_step:
+            warnings.warn(
+                f"The train dataloaders have batches left after {self._planned} steps, which is as many as their"
+                f" lengths say (by rank: {self._lengths}). {self._framework} reads no further, in one process too."
+                " Return a length that is not too small, or none, and set the number of steps.",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Compare what the ranks have yielded with what they have said, at the end of all batches."""
+        if self._rebalances and self._steps == self._planned:
+            return  # a rank trains on others' batches
+        for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
+            if yielded < length:
+                warnings.warn(
+                    f"The train dataloader of rank {rank} said it had {length} batches and yielded {yielded}. The rank"
+                    f" joins after those. {self._framework} has planned the learning rate and the number of steps by"
+                    " that length.",
+                    stacklevel=2,
+                )
+
+
+def broadcast(value: Any, source: int, device: torch.device) -> Any:
+    """Return what rank `source` has, on all ranks; it is pickled."""
+    values = [value]
+    dist.broadcast_object_list(values, source, device=device)
+    return values[0]
