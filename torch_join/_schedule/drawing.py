@@ -64,7 +64,7 @@ def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
 def set_drawing(loader: Any, states: dict[str, Any]) -> None:
     """Set all that an order may be drawn from, but epochs that others tell, to what was returned by `drawing`."""
     set_own(loader, states)
-    _set_global(states)
+    set_global(states)
 
 
 @contextmanager
@@ -74,10 +74,11 @@ def global_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_global(before)
+        set_global(before)
 
 
-def _set_global(states: dict[str, Any]) -> None:
+def set_global(states: dict[str, Any]) -> None:
+    """Set torch's, numpy's and Python's generator to what was returned by `drawing`."""
     torch.set_rng_state(states["torch"].cpu())
     random.setstate(_as_given(states["python"]))
     if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:

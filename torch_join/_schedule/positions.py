@@ -19,14 +19,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._schedule.deals import Deal, dealer_of, dealt_anew
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
+    global_kept,
     own_drawing,
     parts_of,
     reuses_workers,
     saved_drawing,
     set_drawing,
+    set_global,
     set_own,
     walk,
 )
@@ -71,7 +74,11 @@ class Position:
         self._windows: Any = loader if hasattr(type(loader), "over") else None
         self._size: int = 1 if self._windows is None else loader.size
         self._loader = loader = loader if self._windows is None else loader.loader
-        self._stateful = keeps_place(loader)
+        self._deals: list[Deal] = [] if place is None or place["over"] else place["deals"]
+        self._start: int = place["start"] if place is not None and self._deals else 0
+        self._seeds: dict[str, Any] | None = None
+        self._all_left: int | None = None  # of an epoch that is dealt out anew, for this rank: its batches
+        self._stateful = keeps_place(loader) and not self._deals
         self.keeps = ahead and self._stateful
         # The last two, how many batches had been read before, and what its own generators were then.
         self._states: list[tuple[int, Any, Any]] = []
@@ -130,10 +137,15 @@ class Position:
             state = deepcopy(self._loader.state_dict())
         if not ended:
             check_order(self._loader, self._stateful, parts_of(self._loader))
+        dealer = dealer_of(self._loader)
         return {
             "taken": taken,
             "ended": ended,
             "over": False,
+            "dealt": None if dealer is None else dealer.batch * self._size,
+            "deals": self._deals,
+            "start": self._start,
+            "seeds": None if self._seeds is None else saved_drawing(self._seeds),
             "loader": _describe(self._loader, self._size, ended),
             "begun": saved_drawing(self._begun),
             "now": saved_drawing(now),
@@ -142,8 +154,22 @@ class Position:
             "again": again,  # how many batches to read after the state, and to leave out
         }
 
+    @property
+    def length(self) -> int | None:
+        """How many batches the loop has, also before it was resumed, if what it goes through is not all of a loader."""
+        return None if self._all_left is None else self._start + -(-self._all_left // self._size)
+
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
-        loader, taken, state = self._loader, self.first * self._size, place["state"]
+        loader, taken, state = self._loader, (self.first - self._start) * self._size, place["state"]
+        if self._deals:
+            is_new = bool(place["plan"] and place["plan"].get("is_new"))
+            loader = dealt_anew(loader, self._deals, self._begun, place["world"], is_new)
+            self._all_left = len(loader)
+            # The order is what the ranks before had; what else is drawn is each rank's own.
+            self._seeds = place["seeds"] or drawing(loader)
+            with global_kept():
+                set_global(self._seeds)
+                return _skip(loader, taken, reuses=False)
         if (state is not None) != self._stateful:
             raise JoinValueError(
                 f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
@@ -184,6 +210,39 @@ class Position:
         shared = {name for name, thing in parts_of(loader) if any(thing is one for one in restored)}
         kept = {of: {name: state for name, state in before[of].items() if name in shared} for of in before}
         set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
+
+
+def dealt_among(
+    places: Sequence[LoaderPlace | None], world: int, step: int, over: bool = False
+) -> Sequence[LoaderPlace | None]:
+    """Return the places of so many ranks in an epoch that others have begun, which `places` are those of.
+
+    Args:
+        places: By rank of theirs.
+        world: How many ranks go on.
+        step: The step with which they do.
+        over: Whether the epoch is over. Then a loader of a rank's own begins anew.
+
+    Raises:
+        JoinValueError: Nothing is known to deal out to all ranks what they go through.
+    """
+    is_dealt = all(place is not None and place["dealt"] is not None for place in places)
+    first: Any = next((place for place in places if place is not None and not place["ended"]), places[0])
+    if over:
+        return [{**first, "state": None} if is_dealt else None] * world
+    if not is_dealt:
+        raise JoinValueError(
+            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. What"
+            " is left can be dealt out anew where one order of samples is dealt out to all ranks, by a sampler, or a"
+            " batch sampler, that says its `rank` and `num_replicas` (torch's DistributedSampler,"
+            f" UnpaddedDistributedSampler); here some rank has data of its own. Resume with {len(places)} ranks, or"
+            " from a state that was written after a loop."
+        )
+    taken = [place["taken"] - place["start"] for place in places if place is not None]
+    deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]
+    plan = {"step": step, "left": [None] * world, "max_sent_per_step": [None] * world, "gone": [], "is_new": True}
+    anew = {"taken": step, "start": step, "left": False, "state": None, "again": 0, "plan": plan, "seeds": None}
+    return [{**first, **anew, "deals": deals} for _ in range(world)]
 
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:

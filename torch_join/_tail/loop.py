@@ -608,14 +608,15 @@ class LoopDriver(Driver):
         self.step.check = None
         known = None if self.members.meets_late or None in lengths else cast(list[int], [*lengths])
         rebalances = self._rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
-        if loop.first > 0 and rebalances != (self.positions.plan is not None):
+        plan = self.positions.plan
+        if loop.first > 0 and rebalances != (plan is not None) and not (plan or {}).get("is_new", False):
             now, then = ("with", "without") if rebalances else ("without", "with")
             raise JoinValueError(
                 f"A loop {now} rebalance=True was to go on from a state that was written {then} it, so that its steps"
                 f" are others. Resume {then} it, or from a state that was written after a loop."
             )
         if self._rebalancing.enabled:
-            planned = Planned(self.step, self._rebalancing, self.tail_log, self.positions.plan)
+            planned = Planned(self.step, self._rebalancing, self.tail_log, plan)
             source = loop.reader
             loop.reader = planned.read(source)
             if self._rebalancing.current is not None:

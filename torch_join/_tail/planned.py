@@ -83,9 +83,12 @@ class Planned(Schedule):
         if place is not None:
             resumed = {"step": place["step"], "taken": source.taken, "is_certain": length is not None}
             resumed["max_sent_per_step"] = place["max_sent_per_step"][members.rank]
-            resumed["always"] = True  # the batches that were trained on do not count
             resumed["leaves"] = members.rank in place["gone"]
-            length = place["left"][members.rank]
+            if not place.get("is_new", False):
+                resumed["always"] = True  # the batches that were trained on do not count
+                length = place["left"][members.rank]
+            elif length is not None:
+                length -= source.taken
         options = {"lead": source.lead, "count": members.count, "meets": False, **resumed}
         plan = self._rebalancing.begin(self._tail_log.channel, source, length, self._meet, **options)
         return None if plan is None else PlannedReader(plan, source)

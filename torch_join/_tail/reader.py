@@ -110,6 +110,8 @@ class Reader(Source, Generic[T]):
 
     def certain_length(self) -> int | None:
         """Return the number of batches if the loader can have no other."""
+        if (length := self._position.length) is not None:
+            return length
         return len(self._loader) if is_length_certain(self._loader) else None  # type: ignore[arg-type]
 
     def rebalanced(self, begin: Begin) -> "Reader[Any]":

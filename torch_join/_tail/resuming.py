@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch_join._base.errors import JoinValueError
-from torch_join._schedule.positions import LoaderPlace, end_resumed
+from torch_join._schedule.positions import LoaderPlace, dealt_among, end_resumed
 from torch_join._tail.reader import Reader
 
-_VERSION = 2  # of what `state_of` returns
+_VERSION = 3  # of what `state_of` returns; of version 2 (0.2.0) the next release reads nothing any more
+_SINCE_2: LoaderPlace = {"dealt": None, "deals": [], "start": 0, "seeds": None}
 OVER = -2  # in place of the first step: of a loop that was over
 
 
@@ -67,32 +68,30 @@ class Resuming:
         """Have the next loop go on where a state says.
 
         Raises:
-            JoinValueError: Other ranks, or another version, have written it.
+            JoinValueError: Another version has written it; or other ranks have, in a loop whose rest is not known here.
         """
         if "places" not in state:
             raise JoinValueError(
                 "What a loop was to go on from is no state that join.state_dict() has returned, or fabric.save has"
                 " written for a dataloader under one of these strategies: it does not say where each rank was."
             )
-        if state["version"] != _VERSION:
+        places = state["places"]
+        if state["version"] == 2:
+            places = [None if place is None else {**_SINCE_2, **place} for place in places]
+        elif state["version"] != _VERSION:
             raise JoinValueError(
                 f"A state of version {state['version']} was given to join.load_state_dict(), which knows {_VERSION}:"
                 " another version of torch_join has written it. Resume with that one."
             )
-        then = len(state["places"])
-        if then != self._world_size and not state["over"]:
-            raise JoinValueError(
-                f"The state was written in the middle of a loop by {then} ranks, each with a place in its own data, and"
-                f" there are {self._world_size} now. Resume with {then} ranks, or from a state that was written after a"
-                " loop."
-            )
-        self.loaded = state if then == self._world_size else {**state, "places": [None] * self._world_size}
+        if len(places) != self._world_size:
+            places = dealt_among(places, self._world_size, state["step"], state["over"])
+        self.loaded = {**state, "places": places}
 
     @property
     def place(self) -> LoaderPlace | None:
         """This rank's place in what was loaded; like one where a loop was left, if it is not over."""
         place = None if self.loaded is None else self.loaded["places"][self._rank]
-        return None if place is None else {**place, "left": not place["over"]}
+        return None if place is None else {**place, "left": not place["over"], "world": self._world_size}
 
     def find_place(self) -> LoaderPlace | None:
         """Return this rank's place in the last loop, or where the next one goes on."""

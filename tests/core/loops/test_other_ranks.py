@@ -1,0 +1,172 @@
+"""A loop that so many ranks have begun goes on with another number of them; see tests/support/other_ranks.py."""
+
+import multiprocessing
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.support.many import seeds
+from tests.support.other_ranks import EPOCHS, KINDS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.workers import Workers
+from torch_join import Join, UnpaddedDistributedSampler, UnsupportedError, windows
+from torch_join._schedule.deals import dealt_anew
+from torch_join._schedule.drawing import drawing
+
+
+def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tuple[list[Any], list[Tensor]]:
+    """Run a job that saves where the next one goes on; return what this rank has trained on, and the parameters."""
+    stop = chain.stops[job] if job < len(chain.stops) else None
+    net, world = network(), chain.worlds[job]
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    loader, first = loader_of(chain, rank, world), 0
+    seen: list[Any] = []
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # for workers
+    with Join([ddp, optimizer], **{**chain.options, "rebalance": chain.rebalances[job]}) as join:
+        if resumes:
+            saved = torch.load(f"{folder}/{job - 1}")
+            net.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+            join.load_state_dict(saved["join"])
+            first = saved["epoch"]
+        for epoch in range(first, EPOCHS):
+            for part in (loader.sampler, loader.batch_sampler):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+            own = loader if chain.window == 1 else windows(loader, chain.window)
+            for step, given in enumerate(join.batches(own)):
+                batches = [given] if chain.window == 1 else given
+                rows = sum(len(seen_in(batch)) for batch in batches)
+                for batch in batches[:-1]:
+                    with ddp.no_sync():
+                        loss(ddp, batch[0], rows).backward()  # type: ignore[no-untyped-call]
+                loss(ddp, batches[-1][0], rows).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append((epoch, step, [sample for batch in batches for sample in seen_in(batch)]))
+                if (epoch, step) == (first, stop):
+                    state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                    saved = {**state, "join": join.state_dict()}
+                    if rank == min(join.active_ranks):
+                        torch.save(saved, f"{folder}/{job}")
+    return seen, [p.detach() for p in net.parameters()]
+
+
+CHAINS = {
+    "fewer": Chain((3, 2), (2,), 25),
+    "more, in the tail": Chain((2, 4), (3,), 25, "shares"),
+    "one process": Chain((3, 1), (0,), 13, options={"weighting": "samples"}),
+    "from one process": Chain((1, 3, 2), (1, 0), 20, "drawn"),
+    "twice in one epoch": Chain((2, 3, 4), (1, 1), 41, "shares", options={"weighting": "active"}),
+    "whole batches": Chain((3, 2, 2), (1, 0), 31, "buckets", workers=1),
+    "windows": Chain((2, 3), (1,), 40, window=2, options={"weighting": "samples"}),
+    "fewer samples than ranks": Chain((2, 4, 4), (0, 0), 7),
+    "rebalanced": Chain((3, 2, 3), (6, 1), 50, "shares", rebalances=(True, True, True)),
+    "rebalanced from here on": Chain((2, 3, 2), (2, 1), 50, "shares", rebalances=(False, True, False)),
+    "a loader with a state": Chain((2, 3, 3), (1, 1), 30, "stateful"),
+    "samples alone": Chain((2, 3), (1,), 11, "samples alone"),
+    "the same number": Chain((3, 2, 2), (1, 1), 30, "drawn"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
+    check(workers, CHAINS[name], tmp_path, train)
+
+
+def refuse(rank: int, folder: str, what: str) -> None:
+    """Save amid an epoch in one process, and go on in two."""
+    world, samples = torch.distributed.get_world_size(), Samples(9)
+    if what == "a shard of its own":
+        loader: Any = DataLoader(samples, 2, shuffle=True)
+    elif what == "batches of its own":
+        loader = DataLoader(samples, batch_sampler=[[0, 1], [2], [3]])
+    else:
+        loader = DataLoader(
+            samples, 2, sampler={"overlapping": Overlapping}.get(what, UnpaddedDistributedSampler)(samples)
+        )
+    if what == "made for another number":
+        loader.sampler.num_replicas = 1
+    if what == "other samples" and world > 1:
+        loader = DataLoader(Samples(10), 2, sampler=UnpaddedDistributedSampler(Samples(10)))
+    net = DistributedDataParallel(network())
+    with Join([net]) as join:
+        if world > 1:
+            join.load_state_dict(torch.load(f"{folder}/saved"))
+        for step, (batch, _) in enumerate(join.batches(loader)):
+            loss(net, batch).backward()  # type: ignore[no-untyped-call]
+            net.zero_grad()
+            if world == 1 and step == 1:
+                torch.save(join.state_dict(), f"{folder}/saved")
+
+
+class Overlapping(UnpaddedDistributedSampler):
+    """Has the same samples on all ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.total_size))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a shard of its own", "here some rank has data of its own"),
+        ("batches of its own", "here some rank has data of its own"),
+        ("made for another number", "deals out to 1 ranks, and 2 ranks go on with an epoch"),
+        ("other samples", r"another loader than this DataLoader \(samples: 9 then, 10 now\)"),
+    ],
+)
+def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, message: str, tmp_path: Path) -> None:
+    workers.run(1, refuse, str(tmp_path), what)
+    for outcome in workers.outcomes(2, refuse, str(tmp_path), what):
+        assert re.search(message, outcome.error), outcome.error
+
+
+def test_a_sampler_that_cannot_be_asked_is_refused() -> None:
+    loader = DataLoader(Samples(9), 2, sampler=Overlapping(Samples(9), 2, 0))
+    with pytest.raises(UnsupportedError, match="gives some samples to several of them"):
+        dealt_anew(loader, [{"world": 3, "taken": [1, 1, 1], "batch": 2}], drawing(loader), 2, is_new=True)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_torchs_own_sampler_repeats_is_left_out(drop_last: bool) -> None:
+    samples, left = Samples(11), []
+    deals = [{"world": 4, "taken": [1, 1, 1, 1], "batch": 1}, {"world": 3, "taken": [1, 1, 0], "batch": 1}]
+    for rank in range(2):
+        sampler = DistributedSampler(samples, 2, rank, drop_last=drop_last)
+        loader = DataLoader(samples, 1, sampler=sampler)
+        left += [index for (index,) in dealt_anew(loader, deals, drawing(loader), 2, is_new=False).batch_sampler]
+    order = [*DistributedSampler(samples, 1, 0)][: 8 if drop_last else 11]
+    assert sorted(left) == sorted(order[6:])
+
+
+@seeds(range(1), 300)
+def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
+    one = random.Random(seed)
+    count, size, kind = one.randrange(4, 61), one.randrange(1, 6), one.choice(KINDS)
+    worlds = [one.randrange(1, 5) for _ in range(3)]
+    rebalances = [one.random() < 0.4 and kind != "stateful" for _ in range(3)]
+    for job in (1, 2):
+        if worlds[job] == worlds[job - 1]:
+            rebalances[job] = rebalances[job - 1]  # else it raises
+    chain = Chain(
+        worlds,
+        [one.randrange(1 + count // size // world) for world in worlds[:2]],
+        count,
+        kind,
+        size,
+        one.choice([1, 1, 1, 2, 3]) if kind != "samples alone" else 1,
+        workers=int(one.random() < 0.15),
+        shuffle=one.random() < 0.7,
+        rebalances=rebalances,
+        options={"weighting": one.choice(["world", "active", "samples"])},
+    )
+    check(workers, chain, tmp_path, train)

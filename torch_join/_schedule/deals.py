@@ -1,0 +1,196 @@
+"""An epoch that other ranks have begun: what they have left of it is dealt out anew, to the ranks of this job.
+
+A place in such an epoch is a list of deals, one for each job that it has seen: how many ranks there were, and how many
+batches of which size each of them had trained on, whoever trained them. What was left of a deal is, in the order in
+which it would have come, what the next one has dealt out: index i of it to rank `i % world`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._schedule.drawing import drawn_as
+
+# By job: its number of ranks (`world`), how many batches each has `taken`, and how many indices one has (`batch`).
+Deal = dict[str, Any]
+# Classes of these modules deal out index i of an order that all ranks share to rank `i % num_replicas`.
+_IN_TURN = ("torch.utils.data.distributed", "torch_join._base.sampler", "lightning.", "pytorch_lightning.")
+_log = getLogger("torch_join")
+_INSTEAD = "Resume with as many ranks as have written it, or from a state of an epoch's end."
+
+
+class Dealer:
+    """What deals out one order of indices, or of whole batches, to all ranks.
+
+    Args:
+        sampler: It says its `rank` and `num_replicas`.
+        batches: What makes batches of its indices; `None` where these are batches, or samples of their own.
+
+    Attributes:
+        batch: How many of its indices a batch has.
+    """
+
+    def __init__(self, sampler: Any, batches: BatchSampler | None = None) -> None:
+        self._sampler, self._batches = sampler, batches
+        self.batch = 1 if batches is None else batches.batch_size
+        self.rank, self.world = sampler.rank, sampler.num_replicas
+
+    def of(self, indices: Sequence[Any]) -> Any:
+        """Return what yields these, in the place of what a loader has."""
+        own, rest = self._batches, Rest(indices)
+        return rest if own is None else BatchSampler(rest, own.batch_size, own.drop_last)
+
+    def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """Return all that there is to so many ranks, in the order in which it comes: what, whose, and at which place.
+
+        Args:
+            world: The number of ranks.
+            drawn: Returns a context in which the order is drawn as it was.
+
+        Raises:
+            UnsupportedError: The sampler cannot be asked what another rank gets.
+        """
+        if isinstance(self._sampler, DistributedSampler) and _deals_in_turn(type(self._sampler)):
+            with drawn():
+                order = [*self._as(0, 1)]
+            if self._sampler.drop_last:
+                order = order[: len(order) // world * world]
+            numbers = torch.arange(len(order))
+            return order, numbers % world, numbers // world
+        shares: list[list[Any]] = []
+        for rank in range(world):
+            with drawn():
+                shares.append([*self._as(rank, world)])
+        self._check(shares)
+        found = [(place, rank) for rank, share in enumerate(shares) for place in range(len(share))]
+        found.sort()
+        places, ranks = torch.tensor(found, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return [shares[rank][place] for place, rank in found], ranks, places
+
+    def _as(self, rank: int, world: int) -> Any:
+        """Return the sampler as it is on another rank."""
+        other = copy(self._sampler)
+        other.rank, other.num_replicas = rank, world
+        if callable(unpad := getattr(other, "unpad", None)):
+            unpad()
+        elif isinstance(other, DistributedSampler):
+            samples = len(other.dataset)  # type: ignore[arg-type]
+            other.num_samples = samples // world if other.drop_last else -(-samples // world)
+            other.total_size = other.num_samples * world
+        return other
+
+    def _check(self, shares: Sequence[Sequence[Any]]) -> None:
+        known = [tuple(each) if isinstance(each, list) else each for share in shares for each in share]
+        if len(known) != len({*known}):
+            raise UnsupportedError(
+                f"The epoch was begun by {len(shares)} ranks, and a {type(self._sampler).__name__} whose `rank` and"
+                " `num_replicas` are set to those of another rank gives some samples to several of them: what is left"
+                f" cannot be told. Have its `__iter__` go by these two. {_INSTEAD}"
+            )
+
+
+def _deals_in_turn(kind: type) -> bool:
+    iterating = next(base for base in kind.__mro__ if "__iter__" in vars(base))
+    return iterating.__module__.startswith(_IN_TURN)
+
+
+class Rest:
+    """A sampler of what is left for this rank."""
+
+    def __init__(self, indices: Sequence[Any]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def dealer_of(loader: Any) -> Dealer | None:
+    """Return what deals out the samples of a loader to all ranks; `None` where nothing that can be asked does."""
+    if not isinstance(loader, DataLoader):
+        return None
+    own: Any = type(loader)
+    if own.__iter__ is not DataLoader.__iter__ and not own.__module__.startswith("torchdata."):
+        return None
+    batches: Any = loader.batch_sampler
+    sampler = loader.sampler
+    if batches is None or _says_rank(batches):
+        return Dealer(batches or sampler) if _says_rank(batches or sampler) else None
+    return Dealer(batches.sampler, batches) if _is_plain(batches) and _says_rank(batches.sampler) else None
+
+
+def _is_plain(batches: Any) -> bool:
+    return isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
+
+
+def _says_rank(sampler: Any) -> bool:
+    return all(isinstance(getattr(sampler, name, None), int) for name in ("rank", "num_replicas"))
+
+
+def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
+    """Return a loader of what is left of an epoch for this rank.
+
+    Args:
+        loader: This rank's loader, of all of the epoch.
+        deals: Those of the jobs before.
+        begun: What the order was drawn from: see `drawing`.
+        world: The number of ranks.
+        is_new: Whether that is another one than before, as the log is to say.
+
+    Raises:
+        JoinValueError: The loader's sampler deals out to another number of ranks.
+        UnsupportedError: Nothing deals the loader's samples out to the ranks, or it cannot be asked.
+    """
+    dealer, name = dealer_of(loader), type(loader).__name__
+    if dealer is None:
+        raise UnsupportedError(
+            f"An epoch was begun by {deals[0]['world']} ranks, and nothing deals out the samples of this {name} to all"
+            " ranks that says its `rank` and `num_replicas`, as torch's DistributedSampler does: what others have left"
+            f" is not known here. {_INSTEAD}"
+        )
+    if dealer.world != world:
+        raise JoinValueError(
+            f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
+            f" it for {world}."
+        )
+
+    @contextmanager
+    def drawn() -> Iterator[None]:
+        with drawn_as(loader, begun):
+            if loader.generator is not None and not begun["reuses"]:  # of which an iterator draws before its sampler
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            yield
+
+    order, ranks, places = dealer.order(deals[0]["world"], drawn)
+    left = torch.arange(len(order))
+    for number, deal in enumerate(deals):
+        if number:
+            dealt = torch.arange(len(left))
+            places, ranks = dealt // deal["world"], dealt % deal["world"]
+        rest = places >= torch.tensor(deal["taken"], dtype=torch.int64)[ranks] * deal["batch"]
+        left, places, ranks = left[rest], places[rest], ranks[rest]
+    if is_new and dealer.rank == 0:
+        _log.warning(
+            "An epoch that %d ranks have begun goes on with %d: %d %s are left, and dealt out anew. The steps from here"
+            " on are others: a schedule that was made for a number of steps may end before them, and weighting='world'"
+            " divides by %d.",
+            deals[-1]["world"],
+            world,
+            len(left),
+            "samples" if loader.batch_sampler is None or _is_plain(loader.batch_sampler) else "batches",
+            world,
+        )
+    anew = copy(loader)
+    mine = dealer.of([order[index] for index in left[dealer.rank :: world].tolist()])
+    where = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(anew).update({where: mine, "generator": None, "_iterator": None})  # `DataLoader.__setattr__` refuses these
+    return anew
