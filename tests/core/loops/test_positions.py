@@ -527,3 +527,19 @@ def check_in_new_processes(workers: Workers, train: Callable[..., Any], kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
     check_in_new_processes(workers, train, kind, str(tmp_path))
+
+
+def go_on_from_old(rank: int, path: str) -> list[list[float]]:
+    samples = torch.arange(8.0).view(8, 1)
+    loader = DataLoader(samples, 2, shuffle=True, generator=torch.Generator().manual_seed(5))
+    with Join([DistributedDataParallel(nn.Linear(1, 1))]) as join:
+        join.load_state_dict(torch.load(path))
+        return [batch.flatten().tolist() for batch in join.batches(loader)]
+
+
+def test_a_state_of_version_0_2_0(workers: Workers) -> None:
+    """Amid a loop whose batches were drawn from a generator of seed 1; the next release reads it no more."""
+    path = Path(__file__).parent / "written" / "state_0_2_0.pt"
+    assert workers.run(1, go_on_from_old, str(path)) == [[[7.0, 1.0], [5.0, 2.0]]]
+    for outcome in workers.outcomes(2, go_on_from_old, str(path)):
+        assert "in the middle of a loop by 1 ranks, and there are 2 now" in outcome.error
