@@ -289,10 +289,16 @@ class AcceleratorContext:
             yield from own_iter(loader)
         else:
             counts = self._driver.members.count is not None
-            with _positions.going_through(self._accelerator, loader, own_iter) as (iterate, is_at_end, note_batch):
-                for batch in self._driver.go_through(loader, partial(PreparedReader, iterate, counts, is_at_end)):
+            gives = self._driver.options.rebalance
+            begun = _positions.going_through(self._accelerator, loader, own_iter, self._trained_on, gives)
+            with begun as (own, iterate, is_at_end, note_batch):
+                for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
                     note_batch()
                     yield batch
+
+    def _trained_on(self) -> int:
+        reader = self._driver.reader
+        return 0 if reader is None else reader.trained_on
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""

@@ -14,6 +14,8 @@ from itertools import chain, islice
 from typing import Any, TypeAlias, get_args
 
 import accelerate
+import torch
+from accelerate import PartialState
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -28,7 +30,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from accelerate_join import _compat
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Begin, Count, LoaderPlace, Reader, draws_exactly, refuse_position, setting
+from torch_join.integration import (
+    Begin,
+    Count,
+    Dealer,
+    LoaderPlace,
+    Reader,
+    draws_exactly,
+    refuse_position,
+    setting,
+)
+from torch_join.integration import dealer_of as dealer_of_own
 
 DEALER = "Accelerate"
 _KINDS = get_args(PreparedLoader)
@@ -48,6 +60,7 @@ class PreparedReader(Reader[Any]):
         prepared: The loader.
     """
 
+    _gives: Reader[Any] | None = None  # what reads this rank's own batches, where others may train on them
     dealer = DEALER, "Do not prepare these, and loop over join_batches(loader)"
 
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
@@ -85,8 +98,22 @@ class PreparedReader(Reader[Any]):
             " `join.batches(loader)`."
         )
 
+    @property
+    def trained_on(self) -> int:
+        return self.taken if self._gives is None else self._gives.trained_on
+
     def certain_length(self) -> int | None:
         return certain_length(self.prepared)
+
+    def _rebalanced(self, begin: Begin) -> Iterator[Any]:
+        own = _OwnBatches(self.prepared)
+        reader = begin(own) or own
+        self._gives = None if reader is own else own
+        while reader.has_next():
+            batch = reader.take()
+            if reader is own and self._unplaced is not None:  # else a plan counts it
+                self._unplaced.append(batch)
+            yield batch
 
     def rebalanced(self, begin: Begin) -> Reader[Any]:
         loader = self.prepared
@@ -100,7 +127,7 @@ class PreparedReader(Reader[Any]):
             )
         # Taken before Accelerate places them on a device, and given back where it reads its next one.
         self._iterator = self._own
-        with _compat.batches_replaced(loader, lambda: _rebalanced(loader, begin, self._unplaced)):
+        with _compat.batches_replaced(loader, lambda: self._rebalanced(begin)):
             self.has_next()
         return self
 
@@ -128,16 +155,6 @@ class _OwnBatches(Reader[Any]):
 
     def certain_length(self) -> int | None:
         return certain_length(self._prepared)
-
-
-def _rebalanced(loader: PreparedLoader, begin: Begin, unplaced: deque[Any] | None) -> Iterator[Any]:
-    own = _OwnBatches(loader)
-    reader = begin(own) or own
-    while reader.has_next():
-        batch = reader.take()
-        if reader is own and unplaced is not None:  # else a plan counts it
-            unplaced.append(batch)
-        yield batch
 
 
 def certain_length(loader: PreparedLoader) -> int | None:
@@ -300,8 +317,54 @@ def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
     return own
 
 
+class _ShardDealer(Dealer):
+    """Accelerate's shards: each rank gets a batch of the others' order in turn; one process gets all."""
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        batches = batch_sampler(loader)
+        self._sampler, self._batches, self.batch = batches, None, 1
+        self.rank, self.world = 0, 1
+        if type(batches) is BatchSamplerShard:
+            self._sampler, self.rank, self.world = batches.batch_sampler, batches.process_index, batches.num_processes
+
+    def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], torch.Tensor, torch.Tensor]:
+        with drawn():
+            order = [*self._sampler]
+        numbers = torch.arange(len(order))
+        return order, numbers % world, numbers // world
+
+
+def dealer_of(loader: PreparedLoader) -> Dealer | None:
+    """Return what deals out the batches, or samples, of `loader` to all processes, and can be asked for all of them."""
+    if type(loader) is not DataLoaderShard or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches = batch_sampler(loader)
+    if type(batches) is BatchSamplerShard:
+        return None if batches.split_batches else _ShardDealer(loader)
+    found = dealer_of_own(drawn_from(loader))
+    return _ShardDealer(loader) if found is None and PartialState().num_processes == 1 else found
+
+
+def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> PreparedLoader:
+    """Return a loader like `loader`, of what is left for this process."""
+    anew = accelerate.skip_first_batches(loader, 0)
+    # `DataLoader.__setattr__` refuses it.
+    vars(anew.base_dataloader)["batch_sampler"] = dealer.of(rest)
+    vars(anew)["_join_known"] = loader
+    return anew
+
+
+def skipped_in(loader: PreparedLoader) -> int:
+    """Return how many batches `skip_first_batches` has left out of a loader."""
+    skipped, sampler = int(getattr(loader, "skip_batches", 0)), batch_sampler(loader)
+    while isinstance(sampler, SkipBatchSampler):
+        skipped, sampler = skipped + sampler.skip_batches, sampler.batch_sampler
+    return skipped
+
+
 def known_as(loader: PreparedLoader, loaders: Sequence[PreparedLoader]) -> PreparedLoader:
-    """Return which of the `loaders` this is, or is the rest of: see `skip_first_batches`."""
+    """Return which of the `loaders` this is, or is the rest of: see `skip_first_batches`, and `with_rest`."""
+    loader = vars(loader).get("_join_known", loader)
     if any(each is loader for each in loaders):
         return loader
     return next((each for each in loaders if _source(each) is _source(loader)), loader)

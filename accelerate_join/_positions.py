@@ -4,6 +4,7 @@ Beside Accelerate's own files each process writes one of its own, `join_position
 that needs no other process: a script may have the main process alone save.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -18,12 +19,14 @@ import torch
 from accelerate.utils import load as load_file
 
 from accelerate_join import _compat
-from accelerate_join._loaders import Iterate, deals_out, drawn_from, known_as
+from accelerate_join._loaders import Iterate, dealer_of, deals_out, drawn_from, known_as, skipped_in, with_rest
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Order, gather_objects, global_kept, resumed_at, set_own, setting
+from torch_join.integration import Deal, Order, gather_objects, global_kept, resumed_at, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
+_VERSION = 3  # of the files
+_SINCE_0_2: dict[str, Any] = {"taken": None, "deals": [], "dealt": None, "gives": False}
 # Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
 When = tuple[list[int], int]
 
@@ -34,6 +37,9 @@ class _Begun:
 
     iteration: int
     order: Order
+    taken: Callable[[], int | None]  # how many of its batches were trained on, since these ranks have gone through it
+    deals: list[Deal]  # of the jobs of other numbers of processes that the epoch has seen
+    gives: bool  # whether some of them may be trained on by other processes
     is_over: bool = False
     has_batch: bool = False
 
@@ -44,17 +50,24 @@ _loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where t
 
 @contextmanager
 def going_through(
-    accelerator: accelerate.Accelerator, loader: PreparedLoader, own_iter: Iterate
-) -> Iterator[tuple[Iterate, bool, Callable[[], None]]]:
+    accelerator: accelerate.Accelerator,
+    loader: PreparedLoader,
+    own_iter: Iterate,
+    trained_on: Callable[[], int],
+    gives: bool,
+) -> Iterator[tuple[PreparedLoader, Iterate, bool, Callable[[], None]]]:
     """Put around a loop over `loader`; it is in the order that it had where a checkpoint was written in its middle.
 
     Args:
         accelerator: That has prepared it.
         loader: What is gone through; the rest of a prepared one, maybe.
         own_iter: What Accelerate goes through it with.
+        trained_on: Returns how many of this process's batches were trained on in the loop.
+        gives: Whether other processes may train on some of them.
 
     Returns:
-        What takes the place of `own_iter`; whether this process has no batch left; what to call with each batch.
+        What is gone through; what takes the place of `own_iter`; whether this process has no batch left; what to call
+        with each batch.
 
     Raises:
         JoinError: The state that was loaded is another process's.
@@ -68,15 +81,49 @@ def going_through(
             " process gets its own."
         )
     known = known_as(loader, _compat.loaders(accelerator))
-    place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False}
-    order = Order(drawn_from(loader), place["order"] if place["amid"] and not place["has_no_rest"] else None)
-    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order)
+    place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False, "deals": []}
+    resumed = place["amid"] and not place["has_no_rest"]
+    order = Order(drawn_from(known if place["deals"] else loader), place["order"] if resumed else None)
+    deals, before, is_at_end = place["deals"] if resumed else [], skipped_in(loader), place["has_no_rest"]
+    if deals:
+        loader, before = _rest_of(accelerator, loader, known, order, place), place["taken"]
+    elif resumed and _is_stateful(loader):
+        before = place["taken"]
+
+    def taken() -> int | None:
+        return None if before is None else before + trained_on()
+
+    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order, taken, deals, gives)
 
     def note_batch() -> None:
         loop.has_batch = True
 
-    yield lambda loader: order.go_through(own_iter(loader)), place["has_no_rest"], note_batch
+    def iterate(loader: PreparedLoader) -> Iterator[Any]:
+        return own_iter(loader) if deals else order.go_through(own_iter(loader))
+
+    try:
+        yield loader, iterate, is_at_end, note_batch
+    finally:
+        count = taken()
+        loop.taken = lambda: count
     loop.is_over = True
+
+
+def _rest_of(
+    accelerator: accelerate.Accelerator, loader: PreparedLoader, known: PreparedLoader, order: Order, place: Any
+) -> PreparedLoader:
+    """Return a loader of what is left of an epoch that other processes have begun, and these have not trained on."""
+    dealer, is_new = dealer_of(known), place.get("is_new", False)
+    left = order.rest(dealer, place["deals"], accelerator.num_processes, is_new)
+    if loader is not known and accelerator.is_main_process:
+        warnings.warn(
+            f"skip_first_batches leaves out nothing here: {place['deals'][-1]['world']} processes have begun the epoch,"
+            f" and the loader goes on with what they have left, as load_state has told it. Batches are counted from 0"
+            " here.",
+            stacklevel=5,
+        )
+    assert dealer is not None
+    return with_rest(known, dealer, left[place["taken"] * dealer.batch :])
 
 
 def count_once(loader: Any) -> None:
@@ -138,6 +185,7 @@ def saved(
     last = None if loader is None else known_as(loader, loaders)
     record = {
         "when": (epochs(accelerator), -1) if when is None else when,
+        "version": _VERSION,
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
         # Of a loop outside of the context, for a rank that has a folder of its own, without Accelerate's file.
@@ -176,12 +224,22 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
         yield
     finally:
         hook.remove()
-    file = _file(folders[-1], accelerator.process_index)
-    mine = load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
+    rank, world = accelerator.process_index, accelerator.num_processes
+
+    def read(rank: int) -> dict[str, Any] | None:
+        file = _file(folders[-1], rank)
+        return load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
+
+    mine = read(rank)
     for index, state in enumerate((mine or {}).get("states", ())):
         if state is not None and not Path(folders[-1], _compat.state_file(index)).exists():
             _compat.loaders(accelerator)[index].load_state_dict(state)
-    everyone = gather_objects(mine, "Where a process was in its loaders", None)
+    what = "Where a process was in its loaders"
+    everyone = gather_objects(mine, what, None)
+    others = max((record["world_size"] for record in everyone if record is not None), default=world)
+    if others != world:  # each reads some of those that have written it
+        found = gather_objects({other: read(other) for other in range(rank, others, world)}, what, None)
+        everyone = [found[other % world][other] for other in range(others)]
     if any(everyone):
         _take(accelerator, everyone)
 
@@ -189,15 +247,15 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
 def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
     newest = next(record for record in everyone if record is not None)  # the main process is in every save
     places = [None if record is None or record["when"] != newest["when"] else record["places"] for record in everyone]
+    if "version" not in newest:  # of 0.2.0, which the next release reads no more
+        places = [places_ and [place and {**_SINCE_0_2, **place} for place in places_] for places_ in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
-        if any(place is not None and place["amid"] for place in newest["places"]):
-            raise UnsupportedError(
-                f"The checkpoint was written in the middle of an epoch by {newest['world_size']} processes, each in a"
-                f" place of its own, and this job has {accelerator.num_processes}. Resume with"
-                f" {newest['world_size']} processes, or from a checkpoint of an epoch's end."
-            )
-        places = [[place and {**place, "state": None} for place in newest["places"]]] * len(everyone)
+        known = next(each for each in places if each is not None)
+        by_loader = [*zip(*(each or known for each in places), strict=True)]
+        lacks = None in places
+        mine = [_dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
+        places = [mine] * accelerator.num_processes
     lacking = [rank for rank, each in enumerate(places) if each is None]
     own = [not deals_out(loader) for loader in loaders]
     if lacking and any(
@@ -220,6 +278,39 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             _go_to(loader, place)
 
 
+def _dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader, lacks: bool) -> dict[str, Any] | None:
+    """Return the place of each process of this job in a loader that others, by rank, have gone through.
+
+    Args:
+        places: Where they were; that of the main process where no other one is known.
+        loader: The loader.
+        lacks: Whether some are not known.
+
+    Raises:
+        UnsupportedError: What they have left is not known here.
+    """
+    known = [place for place in places if place is not None]
+    amid = [place for place in known if place["amid"]]
+    if not amid:
+        return {**known[0], "state": None} if known else None
+    why = ""
+    if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
+        why = (
+            "What is left is known where Accelerate deals out the batches of a DataLoader (not of a stream, not with"
+            " split_batches or dispatch_batches), or a sampler does that says its `rank` and `num_replicas`"
+        )
+    elif lacks and any(place["gives"] for place in amid):
+        why = "With rebalance=True all processes must have called save_state, and the main process alone has"
+    if why:
+        raise UnsupportedError(
+            f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has another"
+            f" number. {why}. Resume with {len(places)} processes, or from a checkpoint of an epoch's end."
+        )
+    first = next((place for place in amid if not place["has_no_rest"]), amid[0])
+    deal = {"world": len(places), "taken": [place["taken"] for place in known], "batch": first["dealt"]}
+    return {**first, "state": None, "taken": 0, "deals": [*first["deals"], deal], "is_new": True}
+
+
 def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     """Return where this process is in `loader`; `None` if it has not gone through it in the context."""
     begun = _begun.get(loader)
@@ -228,6 +319,7 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     iteration = getattr(loader, "iteration", 0)
     is_in_it = iteration == begun.iteration  # Accelerate counts no epoch whose rest was gone through
     amid = is_in_it and not is_last and not begun.is_over
+    dealer, taken = dealer_of(loader), begun.taken() if amid else 0
     has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
     return {
         "iteration": iteration + (is_in_it and not amid),
@@ -235,6 +327,10 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
         "state": _state_of(loader),
         "amid": amid,
         "has_no_rest": has_no_rest,
+        "taken": taken,
+        "deals": begun.deals if amid else [],
+        "dealt": None if dealer is None or taken is None else dealer.batch,
+        "gives": begun.gives,
     }
 
 

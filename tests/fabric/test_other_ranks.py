@@ -16,7 +16,6 @@ from tests.support.workers import Workers
 
 
 def _train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
-    stop = chain.stops[job] if job < len(chain.stops) else None
     fabric = fabric_of(chain.worlds[job], DDPJoinStrategy(**chain.options, rebalance=chain.rebalances[job]))
     net, first = network(), 0
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -39,7 +38,7 @@ def _train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any
             optimizer.step()
             optimizer.zero_grad()
             seen.append((epoch, step, seen_in(batch)))
-            if (epoch, step) == (first, stop):
+            if (epoch, step) == chain.stop(job, first):
                 fabric.save(f"{folder}/{job}", {**state, "epoch": epoch})
     fabric.barrier()
     return seen, [p.detach() for p in net.parameters()]
@@ -50,7 +49,7 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
 
 
 CHAINS = {
-    "what Fabric deals out": Chain((3, 2, 4), (2, 1), 41, "injected", options={"weighting": "samples"}),
+    "what Fabric deals out": Chain((3, 2, 4), (2, 1), 41, "injected", options={"weighting": "samples"}, later=(1, 0)),
     "in order": Chain((2, 3), (0,), 23, "injected", shuffle=False),
     "unequal shares, in the tail": Chain((2, 3, 2), (4, 0), 41, "shares"),
     "rebalanced": Chain((3, 2), (6,), 50, "shares", rebalances=(True, True)),
@@ -72,4 +71,5 @@ def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
     rebalances = [one.random() < 0.3] * 3
     kind = one.choice(["injected", "unpadded", "shares", "drawn", "buckets"])
     chain = Chain(worlds, stops, count, kind, size, shuffle=one.random() < 0.7, rebalances=rebalances, options=options)
+    chain.later = [one.choice([0, 0, 1]) for _ in range(2)]
     check(workers, chain, tmp_path, train)

@@ -136,11 +136,14 @@ def _says_rank(sampler: Any) -> bool:
     return all(isinstance(getattr(sampler, name, None), int) for name in ("rank", "num_replicas"))
 
 
-def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
-    """Return a loader of what is left of an epoch for this rank.
+def left_of(
+    loader: Any, dealer: Dealer | None, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool
+) -> list[Any]:
+    """Return the indices, or batches, that are left of an epoch for this rank.
 
     Args:
-        loader: This rank's loader, of all of the epoch.
+        loader: All that the order is drawn from.
+        dealer: What deals it out now.
         deals: Those of the jobs before.
         begun: What the order was drawn from: see `drawing`.
         world: The number of ranks.
@@ -150,7 +153,7 @@ def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world:
         JoinValueError: The loader's sampler deals out to another number of ranks.
         UnsupportedError: Nothing deals the loader's samples out to the ranks, or it cannot be asked.
     """
-    dealer, name = dealer_of(loader), type(loader).__name__
+    name = type(loader).__name__
     if dealer is None:
         raise UnsupportedError(
             f"An epoch was begun by {deals[0]['world']} ranks, and nothing deals out the samples of this {name} to all"
@@ -186,11 +189,19 @@ def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world:
             deals[-1]["world"],
             world,
             len(left),
-            "samples" if loader.batch_sampler is None or _is_plain(loader.batch_sampler) else "batches",
+            "batches" if len(order) and isinstance(order[0], list) else "samples",
             world,
         )
+    return [order[index] for index in left[dealer.rank :: world].tolist()]
+
+
+def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
+    """Return a loader of what is left of an epoch for this rank; see `left_of`."""
+    dealer = dealer_of(loader)
+    left = left_of(loader, dealer, deals, begun, world, is_new)
+    assert dealer is not None
     anew = copy(loader)
-    mine = dealer.of([order[index] for index in left[dealer.rank :: world].tolist()])
     where = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    vars(anew).update({where: mine, "generator": None, "_iterator": None})  # `DataLoader.__setattr__` refuses these
+    # `DataLoader.__setattr__` refuses these.
+    vars(anew).update({where: dealer.of(left), "generator": None, "_iterator": None})
     return anew

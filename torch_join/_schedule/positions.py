@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._schedule.deals import Deal, dealer_of, dealt_anew
+from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
@@ -274,13 +274,28 @@ class Order:
             set_drawing(self._loader, place["begun"])
             self._begun = drawing(self._loader)
         elif place is not None:
-            if "refused" in place:
-                raise UnsupportedError(place["refused"])
-            _check_same(self._loader, 1, place, self._advice)
+            self._check(place)
             self._begun = place["begun"]
             with drawn_as(self._loader, place["begun"]):
                 first += islice(batches, 1)
         yield from chain(first, batches)
+
+    def rest(self, dealer: Dealer | None, deals: Sequence[Deal], world: int, is_new: bool) -> list[Any]:
+        """Return what is left for this rank of a loop that others have begun, in place of `go_through`; see `left_of`.
+
+        Raises:
+            JoinValueError: The place is one in another loader.
+            UnsupportedError: Nobody can have the order again that there was.
+        """
+        assert self._place is not None
+        self._check(self._place)
+        self._begun = self._place["begun"]
+        return left_of(self._loader, dealer, deals, self._begun, world, is_new)
+
+    def _check(self, place: LoaderPlace) -> None:
+        if "refused" in place:
+            raise UnsupportedError(place["refused"])
+        _check_same(self._loader, 1, place, self._advice)
 
     def place(self, ended: bool) -> LoaderPlace:
         """Return what draws the order, of plain types and tensors; where the loop has `ended`, what draws the next."""

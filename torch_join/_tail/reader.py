@@ -24,7 +24,10 @@ T = TypeVar("T")
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
 _MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the others' loaders
 # Samplers of these modules have as many indices as they say.
-_EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
+_EXACT = (
+    *("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler"),
+    "torch_join._schedule.deals",
+)
 
 
 class Reader(Source, Generic[T]):
@@ -89,10 +92,15 @@ class Reader(Source, Generic[T]):
         self.taken += 1
         return self._ahead.popleft()
 
+    @property
+    def trained_on(self) -> int:
+        """How many of this rank's batches somebody has trained on, the one in hand among them."""
+        return self.taken - sum(map(len, self._reserved))
+
     def place(self) -> LoaderPlace:
         """Return where this rank stands: the batch in hand counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
-        taken = self.taken - sum(map(len, self._reserved))
+        taken = self.trained_on
         if self.plan is not None:  # ranks train until the others' batches are used up
             ended = self.has_ended and not self._left
         place = self._position.place(taken, self.taken + len(self._ahead), ended)

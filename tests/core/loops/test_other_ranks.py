@@ -23,7 +23,6 @@ from torch_join._schedule.drawing import drawing
 
 def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tuple[list[Any], list[Tensor]]:
     """Run a job that saves where the next one goes on; return what this rank has trained on, and the parameters."""
-    stop = chain.stops[job] if job < len(chain.stops) else None
     net, world = network(), chain.worlds[job]
     ddp = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -52,7 +51,7 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tupl
                 optimizer.step()
                 optimizer.zero_grad()
                 seen.append((epoch, step, [sample for batch in batches for sample in seen_in(batch)]))
-                if (epoch, step) == (first, stop):
+                if (epoch, step) == chain.stop(job, first):
                     state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
                     saved = {**state, "join": join.state_dict()}
                     if rank == min(join.active_ranks):
@@ -61,10 +60,10 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tupl
 
 
 CHAINS = {
-    "fewer": Chain((3, 2), (2,), 25),
+    "fewer": Chain((3, 2), (2,), 25, later=(1,)),
     "more, in the tail": Chain((2, 4), (3,), 25, "shares"),
     "one process": Chain((3, 1), (0,), 13, options={"weighting": "samples"}),
-    "from one process": Chain((1, 3, 2), (1, 0), 20, "drawn"),
+    "from one process": Chain((1, 3, 2), (1, 0), 20, "drawn", later=(1, 0)),
     "twice in one epoch": Chain((2, 3, 4), (1, 1), 41, "shares", options={"weighting": "active"}),
     "whole batches": Chain((3, 2, 2), (1, 0), 31, "buckets", workers=1),
     "windows": Chain((2, 3), (1,), 40, window=2, options={"weighting": "samples"}),
@@ -168,5 +167,6 @@ def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
         shuffle=one.random() < 0.7,
         rebalances=rebalances,
         options={"weighting": one.choice(["world", "active", "samples"])},
+        later=[one.choice([0, 0, 1]) for _ in range(2)],
     )
     check(workers, chain, tmp_path, train)

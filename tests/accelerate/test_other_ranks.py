@@ -1,0 +1,103 @@
+"""A script with Accelerate that goes on with another number of processes; see tests/support/other_ranks.py."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.many import seeds
+from tests.support.other_ranks import EPOCHS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.workers import WorkerError, Workers
+
+OWN = ("shares", "unpadded", "drawn")  # kinds of samplers that deal out themselves
+
+
+def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
+    world, before = chain.worlds[job], chain.worlds[job - 1]
+    options = {"even_batches": False, "use_seedable_sampler": chain.seedable, "split_batches": chain.kind == "split"}
+    with accelerator_of(rank, dataloader_config=DataLoaderConfiguration(**options)) as accelerator:
+        torch.manual_seed(7)
+        net, samples = network(), Samples(chain.count)
+        if chain.kind in OWN:
+            own = loader_of(chain, rank, world)
+            loader: Any = DataLoaderShard(samples, batch_size=chain.size, sampler=own.sampler)
+            accelerator.register_for_checkpointing(loader)
+        else:
+            loader = accelerator.prepare(DataLoader(samples, chain.size, shuffle=chain.shuffle))
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+        seen: list[Any] = []
+        first, skipped, said = 0, 0, []
+        options = {**chain.options, "rebalance": chain.rebalances[job]}
+        with accelerator.join_uneven_inputs([model], **options):
+            if resumes:
+                first, skipped = torch.load(f"{folder}/{job - 1}")
+                accelerator.load_state(f"{folder}/checkpoint {job - 1}")
+            for epoch in range(first, EPOCHS):
+                loader.set_epoch(epoch)
+                rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    iterator = enumerate(rest)
+                    item = next(iterator, None)
+                said += [str(one.message) for one in caught if "skip_first_batches" in str(one.message)]
+                while item is not None:
+                    step, batch = item
+                    accelerator.backward(loss(model, batch[0]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append((epoch, step, seen_in(batch)))
+                    if (epoch, step) == chain.stop(job, first):
+                        accelerator.save_state(f"{folder}/checkpoint {job}")
+                        taken = skipped if world == before else 0
+                        torch.save((epoch, taken + step + 1), f"{folder}/{job}")
+                    item = next(iterator, None)
+                skipped = 0
+        if chain.stops == (2, 1):  # amid an epoch both times
+            assert len(said) == (resumes and rank == 0)
+        return seen, [p.detach() for p in net.parameters()]
+
+
+CHAINS = {
+    "what Accelerate deals out": Chain((3, 2, 4), (2, 1), 61, "injected", options={"weighting": "samples"}),
+    "in order, in the tail": Chain((2, 3), (5,), 21, "injected", shuffle=False),
+    "by torch's generator": Chain((2, 3, 3), (2, 0), 41, "injected", seedable=False, later=(1, 0)),
+    "one process": Chain((3, 1, 2), (1, 1), 31, "injected"),
+    "a loader of its own": Chain((2, 3, 2), (4, 0), 41, "shares"),
+    "rebalanced": Chain((3, 2), (6,), 50, "shares", rebalances=(True, True)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
+    check(workers, CHAINS[name], tmp_path, train)
+
+
+def test_batches_that_are_split_are_refused(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="not with split_batches or dispatch_batches"):
+        check(workers, Chain((2, 3), (1,), 36, "split", 6), tmp_path, train)
+
+
+@seeds(range(0), 100)
+def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
+    one = random.Random(seed)
+    count, size = one.randrange(4, 61), one.randrange(1, 6)
+    worlds = [one.randrange(1, 5) for _ in range(3)]
+    chain = Chain(
+        worlds,
+        [one.randrange(1 + count // size // world) for world in worlds[:2]],
+        count,
+        one.choice(["injected", "injected", *OWN]),
+        size,
+        shuffle=one.random() < 0.7,
+        seedable=one.random() < 0.5,
+        options={"weighting": one.choice(["world", "active", "samples"])},
+        later=[one.choice([0, 0, 1]) for _ in range(2)],
+    )
+    check(workers, chain, tmp_path, train)
