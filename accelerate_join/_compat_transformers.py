@@ -5,12 +5,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
+import transformers
 import transformers.trainer as hf
 from accelerate.state import GradientState
 from transformers.trainer_pt_utils import find_batch_size
 
+from torch_join import UnsupportedError
 from torch_join.integration import check_names, setting
 
 SEEN = "4.57 and 5.24"
@@ -44,6 +47,47 @@ def skipping(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:
     return setting(hf, skip_first_batches=skip)
 
 
+def steps_in(folder: str) -> int:
+    """Return how many steps the optimizer has made, by a checkpoint."""
+    return transformers.TrainerState.load_from_json(str(Path(folder, hf.TRAINER_STATE_NAME))).global_step  # type: ignore[no-any-return]
+
+
+def check_resizes(trainer: Any) -> None:
+    """Raise where a trainer cannot go on amid an epoch that another number of ranks has begun.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    instead = "Resume with as many ranks as have written it, or from a checkpoint of an epoch's end."
+    if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
+        raise UnsupportedError(
+            f"A checkpoint from the middle of an epoch, which another number of ranks has written: transformers"
+            f" {transformers.__version__} counts that epoch by this job's number. Use transformers 5. {instead}"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "A checkpoint from the middle of an epoch, which another number of ranks has written, with a sharded model:"
+            f" that is not tested with Trainer. {instead}"
+        )
+
+
+def refuse_to_resize(folder: str) -> None:
+    """Raise where several ranks have written a checkpoint in the middle of an epoch, and one process goes on.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    state = Path(folder, hf.TRAINER_STATE_NAME)
+    if not Path(folder, "rng_state_0.pth").exists() or not state.exists():
+        return
+    epoch = transformers.TrainerState.load_from_json(str(state)).epoch or 0
+    if epoch != int(epoch):
+        raise UnsupportedError(
+            "The checkpoint was written by several ranks in the middle of an epoch, and JoinTrainer goes on with two"
+            " ranks or more. In one process resume from a checkpoint of an epoch's end, or with ignore_data_skip=True."
+        )
+
+
 @contextmanager
 def active_loader(loader: Any) -> Iterator[None]:
     """Within, Accelerate asks `loader` whether it has come to its end."""
@@ -61,7 +105,7 @@ check_names(
     {
         hf: "skip_first_batches",
         hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values"
-        " _get_train_sampler _get_eval_sampler _save_rng_state _load_optimizer_and_scheduler",
+        " _get_train_sampler _get_eval_sampler _save_rng_state",
         GradientState: "_add_dataloader _remove_dataloader",
     },
 )

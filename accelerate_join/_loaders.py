@@ -320,8 +320,7 @@ def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
 class _ShardDealer(Dealer):
     """Accelerate's shards: each rank gets a batch of the others' order in turn; one process gets all."""
 
-    def __init__(self, loader: PreparedLoader) -> None:
-        batches = batch_sampler(loader)
+    def __init__(self, batches: Any) -> None:
         self._sampler, self._batches, self.batch = batches, None, 1
         self.rank, self.world = 0, 1
         if type(batches) is BatchSamplerShard:
@@ -339,10 +338,12 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
     if type(loader) is not DataLoaderShard or isinstance(loader.dataset, IterableDataset):
         return None
     batches = batch_sampler(loader)
+    while isinstance(batches, SkipBatchSampler):
+        batches = batches.batch_sampler
     if type(batches) is BatchSamplerShard:
-        return None if batches.split_batches else _ShardDealer(loader)
+        return None if batches.split_batches else _ShardDealer(batches)
     found = dealer_of_own(drawn_from(loader))
-    return _ShardDealer(loader) if found is None and PartialState().num_processes == 1 else found
+    return _ShardDealer(batches) if found is None and PartialState().num_processes == 1 else found
 
 
 def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> PreparedLoader:

@@ -19,7 +19,16 @@ import torch
 from accelerate.utils import load as load_file
 
 from accelerate_join import _compat
-from accelerate_join._loaders import Iterate, dealer_of, deals_out, drawn_from, known_as, skipped_in, with_rest
+from accelerate_join._loaders import (
+    Iterate,
+    dealer_of,
+    deals_out,
+    drawn_from,
+    known_as,
+    length_of,
+    skipped_in,
+    with_rest,
+)
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
 from torch_join.integration import Deal, Order, gather_objects, global_kept, resumed_at, set_own, setting
@@ -83,10 +92,19 @@ def going_through(
     known = known_as(loader, _compat.loaders(accelerator))
     place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False, "deals": []}
     resumed = place["amid"] and not place["has_no_rest"]
-    order = Order(drawn_from(known if place["deals"] else loader), place["order"] if resumed else None)
+    order = Order(drawn_from(known), place["order"] if resumed else None)
     deals, before, is_at_end = place["deals"] if resumed else [], skipped_in(loader), place["has_no_rest"]
+    if place.get("is_new") and before and accelerator.is_main_process:
+        warnings.warn(
+            f"skip_first_batches({before}) is of another number of processes, which have written the checkpoint:"
+            " load_state has told the loader what they have left, and it goes on with that. Batches are counted from 0"
+            " here.",
+            stacklevel=4,
+        )
     if deals:
-        loader, before = _rest_of(accelerator, loader, known, order, place), place["taken"]
+        loader, before = rest_of(accelerator, known, order, place), place["taken"]
+    elif not place["amid"] and before and (place.get("is_new") or not length_of(loader)):
+        is_at_end = True  # of the epoch whose first batches are left out: nothing is, or draws its order once more
     elif resumed and _is_stateful(loader):
         before = place["taken"]
 
@@ -107,23 +125,6 @@ def going_through(
         count = taken()
         loop.taken = lambda: count
     loop.is_over = True
-
-
-def _rest_of(
-    accelerator: accelerate.Accelerator, loader: PreparedLoader, known: PreparedLoader, order: Order, place: Any
-) -> PreparedLoader:
-    """Return a loader of what is left of an epoch that other processes have begun, and these have not trained on."""
-    dealer, is_new = dealer_of(known), place.get("is_new", False)
-    left = order.rest(dealer, place["deals"], accelerator.num_processes, is_new)
-    if loader is not known and accelerator.is_main_process:
-        warnings.warn(
-            f"skip_first_batches leaves out nothing here: {place['deals'][-1]['world']} processes have begun the epoch,"
-            f" and the loader goes on with what they have left, as load_state has told it. Batches are counted from 0"
-            " here.",
-            stacklevel=5,
-        )
-    assert dealer is not None
-    return with_rest(known, dealer, left[place["taken"] * dealer.batch :])
 
 
 def count_once(loader: Any) -> None:
@@ -185,7 +186,6 @@ def saved(
     last = None if loader is None else known_as(loader, loaders)
     record = {
         "when": (epochs(accelerator), -1) if when is None else when,
-        "version": _VERSION,
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
         # Of a loop outside of the context, for a rank that has a folder of its own, without Accelerate's file.
@@ -197,7 +197,7 @@ def saved(
     for each in stateful:
         each.dl_state_dict[_MARK] = accelerator.num_processes
     hook = accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: torch.save(record, _file(folder, accelerator.process_index))
+        lambda models, weights, folder: write(folder, accelerator.process_index, record)
     )
     try:
         with ExitStack() as stack:
@@ -224,37 +224,54 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
         yield
     finally:
         hook.remove()
-    rank, world = accelerator.process_index, accelerator.num_processes
-
-    def read(rank: int) -> dict[str, Any] | None:
-        file = _file(folders[-1], rank)
-        return load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
-
-    mine = read(rank)
+    everyone = read_all(folders[-1], accelerator, load_kwargs)
+    mine = everyone[accelerator.process_index] if accelerator.process_index < len(everyone) else None
     for index, state in enumerate((mine or {}).get("states", ())):
         if state is not None and not Path(folders[-1], _compat.state_file(index)).exists():
             _compat.loaders(accelerator)[index].load_state_dict(state)
-    what = "Where a process was in its loaders"
-    everyone = gather_objects(mine, what, None)
-    others = max((record["world_size"] for record in everyone if record is not None), default=world)
-    if others != world:  # each reads some of those that have written it
-        found = gather_objects({other: read(other) for other in range(rank, others, world)}, what, None)
-        everyone = [found[other % world][other] for other in range(others)]
     if any(everyone):
         _take(accelerator, everyone)
 
 
+def read_all(
+    folder: str, accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None
+) -> list[dict[str, Any] | None]:
+    """Return, on all processes, what each of those has written into a checkpoint that were in the job which wrote it.
+
+    A file that is of another save is none. All processes call this.
+    """
+    rank, world, what = accelerator.process_index, accelerator.num_processes, "Where a process was in its loaders"
+
+    def read(rank: int) -> dict[str, Any] | None:
+        file = _file(folder, rank)
+        return load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
+
+    everyone = gather_objects(read(rank), what, None)
+    newest = next((record for record in everyone if record is not None), None)  # the main process is in every save
+    if newest is None:
+        return everyone
+    if (writers := newest["world_size"]) != world:  # each reads some of those that have written it
+        found = gather_objects({other: read(other) for other in range(rank, writers, world)}, what, None)
+        everyone = [found[writer % world][writer] for writer in range(writers)]
+    same = ("world_size", "when", "version")
+    return [each if each and all(each.get(n) == newest.get(n) for n in same) else None for each in everyone]
+
+
+def write(folder: str, rank: int, record: dict[str, Any]) -> None:
+    """Write what this process has to say into a checkpoint: `when`, its `places` and the `world_size`."""
+    torch.save({"version": _VERSION, **record}, _file(folder, rank))
+
+
 def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
-    newest = next(record for record in everyone if record is not None)  # the main process is in every save
-    places = [None if record is None or record["when"] != newest["when"] else record["places"] for record in everyone]
+    newest = next(record for record in everyone if record is not None)
+    places = [None if record is None else record["places"] for record in everyone]
     if "version" not in newest:  # of 0.2.0, which the next release reads no more
-        places = [places_ and [place and {**_SINCE_0_2, **place} for place in places_] for places_ in places]
+        places = [each and [place and {**_SINCE_0_2, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
-        known = next(each for each in places if each is not None)
-        by_loader = [*zip(*(each or known for each in places), strict=True)]
+        by_loader = [*zip(*(each or newest["places"] for each in places), strict=True)]
         lacks = None in places
-        mine = [_dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
+        mine = [dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
         places = [mine] * accelerator.num_processes
     lacking = [rank for rank, each in enumerate(places) if each is None]
     own = [not deals_out(loader) for loader in loaders]
@@ -278,7 +295,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             _go_to(loader, place)
 
 
-def _dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader, lacks: bool) -> dict[str, Any] | None:
+def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader, lacks: bool) -> dict[str, Any] | None:
     """Return the place of each process of this job in a loader that others, by rank, have gone through.
 
     Args:
@@ -292,7 +309,7 @@ def _dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader
     known = [place for place in places if place is not None]
     amid = [place for place in known if place["amid"]]
     if not amid:
-        return {**known[0], "state": None} if known else None
+        return {**known[0], "state": None, "is_new": True} if known else None
     why = ""
     if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
         why = (
@@ -309,6 +326,16 @@ def _dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader
     first = next((place for place in amid if not place["has_no_rest"]), amid[0])
     deal = {"world": len(places), "taken": [place["taken"] for place in known], "batch": first["dealt"]}
     return {**first, "state": None, "taken": 0, "deals": [*first["deals"], deal], "is_new": True}
+
+
+def rest_of(
+    accelerator: accelerate.Accelerator, loader: PreparedLoader, order: Order, place: dict[str, Any]
+) -> PreparedLoader:
+    """Return a loader of what is left of an epoch that other processes have begun, and this one has not trained on."""
+    dealer = dealer_of(loader)
+    left = order.rest(dealer, place["deals"], accelerator.num_processes, place.get("is_new", False))
+    assert dealer is not None
+    return with_rest(loader, dealer, left[place["taken"] * dealer.batch :])
 
 
 def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:

@@ -101,8 +101,9 @@ class EvenedLoader(CoreEvenedLoader):
         """Return the same without its first batches, of which a rank may have fewer."""
         rest, run = copy(self), self._find_run()
         rest.resumes_stream = self._has_no_length
+        left = None if run is None else run.position.take_rest()
         number = number if run is None else run.position.to_skip(number)
-        rest.loader = _compat.skip_first_batches(self.loader, number)
+        rest.loader = _compat.skip_first_batches(self.loader, number) if left is None else left
         rest.tell(())
         return rest
 

@@ -63,6 +63,7 @@ class JoinTrainerMixin:
     throw_on_early_termination: bool = False
     kept: ClassVar[tuple[str, ...]] = _compat.KEPT
     _join_run: Run | None = None
+    _resumes_from: str | None = None
     args: Any
     accelerator: Any
     control: Any
@@ -216,9 +217,23 @@ class JoinTrainerMixin:
         return super().num_examples(dataloader)  # type: ignore[misc,no-any-return]
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        if self._join_run is not None and isinstance(dataloader, EvenedLoader):
-            self._join_run.tell_lengths(dataloader)
-        return super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
+        run, evened = self._join_run, isinstance(dataloader, EvenedLoader)
+        if run is not None and evened:
+            run.tell_lengths(dataloader)
+        values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
+        folder = None if args.ignore_data_skip else self._resumes_from
+        return values if run is None or folder is None or not evened else run.resume(folder, dataloader, values)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        resized = None if self._join_run is None else self._join_run.resized
+        return found if resized is None else (resized.epoch, resized.before)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        resized = None if self._join_run is None else self._join_run.resized
+        if resized is not None and kwargs.get("epoch") == resized.epoch:
+            kwargs |= {"steps_in_epoch": resized.batches, "num_update_steps_per_epoch": resized.updates}
+        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------ runs
 
@@ -233,7 +248,10 @@ class JoinTrainerMixin:
             yield
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self._joining():
+        folder = kwargs.get("resume_from_checkpoint")
+        if self.args.world_size == 1 and folder is not None and not self.args.ignore_data_skip:
+            _compat.refuse_to_resize(folder)
+        with self._joining(), setting(self, _resumes_from=folder):
             if self._join_run is not None:
                 have_wrapped(self)
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
@@ -241,12 +259,7 @@ class JoinTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self._join_run is not None:
-            self._join_run.position.save(output_dir, self.args.process_index, self.args.world_size)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if self._join_run is not None and checkpoint is not None and not self.args.ignore_data_skip:
-            self._join_run.position.load(checkpoint, self.args.process_index, self.args.world_size)
+            self._join_run.position.save(output_dir, self.state.epoch, self.rebalance)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = self.eval_dataset if eval_dataset is None else eval_dataset

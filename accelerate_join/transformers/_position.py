@@ -3,19 +3,20 @@
 Trainer goes on by number: it reads what was trained on once more, and leaves it out. That is right where the order
 follows from the epoch's number. Elsewhere the random states of the epoch's begin belong to the place, and for a stream
 how often it has been gone through.
+
+Where another number of ranks goes on, the loader has what the others have left, and Trainer's numbers are as if this
+job's steps had come before, in the share of the epoch that is over.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
+import accelerate
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import load as load_file
 
-from accelerate_join._loaders import drawn_from
-from torch_join import UnsupportedError
-from torch_join.integration import Order
+from accelerate_join._loaders import dealer_of, drawn_from, known_as
+from accelerate_join._positions import dealt_among, read_all, rest_of, write
+from torch_join.integration import Order, ReadStep
 
 _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip=True"
 
@@ -23,13 +24,24 @@ _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip
 class Position:
     """How far a rank is: in which pass, and after how many batches of it.
 
+    Args:
+        accelerator: The trainer's.
+
     Attributes:
         passes: How often the loader has been gone through before.
-        taken: How many batches of this pass have been trained on, on the longest rank.
+        taken: How many steps with a batch of this pass have been made, on the longest rank.
+        share: How much of that epoch was over.
+        rest: What is left for this rank of an epoch that other ranks have begun; `None` unless it goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: accelerate.Accelerator) -> None:
+        self._accelerator = accelerator
         self.passes, self.taken = 0, 0
+        self.rest: DataLoaderShard | None = None
+        self.share = 0.0
+        self._own, self._before = 0, 0  # of this rank's batches: trained on in this job, and in this deal before it
+        self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
+        self._loader: DataLoaderShard | None = None
         self._passes_before = 0  # those that Trainer does not count, of a stream
         self._is_over = False  # whether that was the last one
         self._order: Order | None = None
@@ -39,8 +51,12 @@ class Position:
         """Begin a pass; return its batches. One that is resumed is in the order that it had."""
         pending, self._pending = self._pending, None
         if pending is None and self._order is not None:
-            self.passes, self.taken = self.passes + 1, 0
-        self._is_over = False
+            self.passes, self.taken, self._deals = self.passes + 1, 0, []
+        self._is_over, self._own = False, 0
+        self._loader = known_as(loader, ())
+        if pending is not None and pending["deals"]:
+            return batches  # the order is that of what is left
+        self._before = 0 if pending is None else self.taken
         self._order = Order(drawn_from(loader), pending and pending["order"], f" Or {_INSTEAD}.")
         return self._order.go_through(batches)
 
@@ -48,44 +64,87 @@ class Position:
         """Return the number of the pass that Trainer counts as this epoch."""
         return epoch + self._passes_before
 
-    def note_step(self, is_last: bool) -> None:
+    def note_step(self, step: ReadStep) -> None:
         """Note that a batch is trained on, or is by others."""
-        self.taken, self._is_over = self.taken + 1, is_last
+        self.taken, self._own, self._is_over = self.taken + 1, step.taken, step.is_last_step
 
     def to_skip(self, number: int) -> int:
         """Return how many batches are left out of the pass that is resumed, where Trainer counts `number` in all."""
         return number if self._pending is None else self.taken
 
-    def save(self, folder: str, rank: int, world_size: int) -> None:
-        """Write the place into a checkpoint."""
-        if self._order is None:
-            return
-        over = self._is_over
-        place = {
-            "world_size": world_size,
-            "passes": self.passes + over,
-            "taken": 0 if over else self.taken,
-            "order": self._order.place(over),
-        }
-        torch.save(place, _file(folder, rank))
+    def take_rest(self) -> DataLoaderShard | None:
+        """Return what is left for this rank of an epoch that other ranks have begun, once."""
+        rest, self.rest = self.rest, None
+        return rest
 
-    def load(self, folder: str, rank: int, world_size: int) -> None:
-        """Go on at the place that is in a checkpoint, if there is one.
+    def save(self, folder: str, epoch: float | None, gives: bool) -> None:
+        """Write the place into a checkpoint.
+
+        Args:
+            folder: The checkpoint's.
+            epoch: How many epochs are over, as Trainer counts.
+            gives: Whether other ranks may train on this one's batches.
+        """
+        accelerator = self._accelerator
+        if self._order is None or self._loader is None:
+            return
+        over, dealer = self._is_over, dealer_of(self._loader)
+        place = {
+            "iteration": self.passes + over,
+            "order": self._order.place(over),
+            "amid": not over,
+            "steps": 0 if over else self.taken,
+            "taken": 0 if over else self._before + self._own,
+            "deals": [] if over else self._deals,
+            "dealt": None if dealer is None else dealer.batch,
+            "gives": gives,
+            "has_no_rest": False,
+            "state": None,
+            "epoch": epoch,
+        }
+        record = {"when": None, "world_size": accelerator.num_processes, "places": [place]}
+        write(folder, accelerator.process_index, record)
+
+    def load(self, folder: str, loader: DataLoaderShard) -> bool:
+        """Go on at the place that is in a checkpoint; all ranks call this. Return whether there is one.
 
         Raises:
-            UnsupportedError: Another number of ranks has written it amid an epoch.
+            UnsupportedError: Another number of ranks has written it amid an epoch, and what is left is not known.
         """
-        if not (file := _file(folder, rank)).exists():
-            return
-        place = load_file(file, map_location="cpu")
-        if place["world_size"] != world_size and place["taken"]:
-            raise UnsupportedError(
-                f"The checkpoint was written in the middle of an epoch by {place['world_size']} ranks, and this job has"
-                f" {world_size}. Resume with {place['world_size']} ranks; or {_INSTEAD}."
-            )
-        self._pending, self.passes, self.taken = place, place["passes"], place["taken"]
-        self._passes_before = self.passes
+        everyone = read_all(folder, self._accelerator)
+        newest = next((record for record in everyone if record is not None), None)
+        if newest is None:
+            return False
+        places = [None if record is None else _place_in(record) for record in everyone]
+        rank, world = self._accelerator.process_index, len(places)
+        place = places[rank] if rank < world else None
+        if world != self._accelerator.num_processes:
+            known: Any = next(each for each in places if each is not None)
+            place = dealt_among([each or known for each in places], loader, None in places)
+        if place is None:
+            return False
+        self.passes = self._passes_before = place["iteration"]
+        self._pending, self.taken, self._deals = place, place["steps"], place["deals"]
+        if place["deals"]:
+            self._order = Order(drawn_from(loader), place["order"], f" Or {_INSTEAD}.")
+            self._before = place["taken"]
+            self.rest = rest_of(self._accelerator, loader, self._order, place)
+            self.share = (place["epoch"] or 0) - self.passes
+        return True
 
 
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"join_position_{rank}.bin"
+def _place_in(record: dict[str, Any]) -> dict[str, Any]:
+    if "version" in record:
+        return record["places"][0]  # type: ignore[no-any-return]
+    # Of 0.2.0, which the next release reads no more.
+    amid = bool(record["taken"]) or not record["order"]["ended"]
+    since: dict[str, Any] = {
+        "deals": [],
+        "dealt": None,
+        "gives": False,
+        "has_no_rest": False,
+        "state": None,
+        "epoch": None,
+    }
+    known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
+    return {**since, **known, "order": record["order"]}

@@ -84,6 +84,12 @@ def test_batches_that_are_split_are_refused(workers: Workers, tmp_path: Path) ->
         check(workers, Chain((2, 3), (1,), 36, "split", 6), tmp_path, train)
 
 
+def test_an_order_from_another_generator_is_refused(workers: Workers, tmp_path: Path) -> None:
+    """One process draws from torch's own, and several from one that Accelerate makes."""
+    with pytest.raises(WorkerError, match="in an order that they drew from the generator of torch itself"):
+        check(workers, Chain((1, 2), (1,), 20, "injected", seedable=False), tmp_path, train)
+
+
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
     one = random.Random(seed)
@@ -96,7 +102,7 @@ def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
         one.choice(["injected", "injected", *OWN]),
         size,
         shuffle=one.random() < 0.7,
-        seedable=one.random() < 0.5,
+        seedable=one.random() < 0.5 or 1 in worlds,
         options={"weighting": one.choice(["world", "active", "samples"])},
         later=[one.choice([0, 0, 1]) for _ in range(2)],
     )

@@ -208,7 +208,7 @@ class Evened:
                         f"The dataloader of rank {rank} has said that it has {lengths[rank]} batches, and has"
                         f" {'more' if goes_on else 'fewer'}."
                     )
-            yield batch, ReadStep(active, not going_on, counted, total)
+            yield batch, ReadStep(active, not going_on, counted, total, reader.trained_on)
             active, step = going_on, step + 1
             batch, counted = self._take(reader) if batch is not _END else (_END, 0.0)
 
@@ -223,7 +223,10 @@ class Evened:
         """Yield what this rank trains on where batches are rebalanced: its own, and others'."""
         try:
             while plan.active_ranks:
-                yield batch, ReadStep(plan.active_ranks, plan.is_last_step, plan.count(), plan.total)
+                yield (
+                    batch,
+                    ReadStep(plan.active_ranks, plan.is_last_step, plan.count(), plan.total, reader.trained_on),
+                )
                 plan.advance(self._meet)
                 batch, _ = self._take(reader, plan)
         except GeneratorExit:

@@ -139,12 +139,14 @@ class ReadStep:
         is_last_step: Whether it is the last in which any rank has a batch.
         counted: What this rank's batch counts, where batches are counted.
         total: What all ranks' batches count together.
+        taken: How many of this rank's own batches somebody has trained on when it is over.
     """
 
     active_ranks: tuple[int, ...]
     is_last_step: bool
     counted: float = 0
     total: float = 0
+    taken: int = 0
 
     def ended_last(self, rank: int) -> bool:
         """Whether no other rank has more batches than `rank`, if this is the last step."""

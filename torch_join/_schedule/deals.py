@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._schedule.drawing import drawn_as
+from torch_join._schedule.drawing import drawn_as, own_drawing
 
 # By job: its number of ranks (`world`), how many batches each has `taken`, and how many indices one has (`batch`).
 Deal = dict[str, Any]
@@ -164,6 +164,13 @@ def left_of(
         raise JoinValueError(
             f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
             f" it for {world}."
+        )
+    if begun["own"].keys() != (now := own_drawing(loader)["own"].keys()):
+        raise UnsupportedError(
+            f"An epoch was begun by {deals[0]['world']} ranks in an order that they drew from"
+            f" {', '.join(begun['own']) or 'the generator of torch itself'}, and the {name} draws it from"
+            f" {', '.join(now) or 'the generator of torch itself'} here: what they have left is not known. Draw it from"
+            f" a seed and the epoch (torch's DistributedSampler, Accelerate's use_seedable_sampler=True). {_INSTEAD}"
         )
 
     @contextmanager

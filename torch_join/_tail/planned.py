@@ -41,6 +41,10 @@ class PlannedReader(Reader[Any]):
         self._taken += 1
         return self._plan.take(self._taken - self._plan.step)
 
+    @property
+    def trained_on(self) -> int:
+        return self._source.trained_on
+
     def drop(self) -> None:
         self._source.drop()
 
