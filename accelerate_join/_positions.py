@@ -103,7 +103,7 @@ def going_through(
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
-    elif not place["amid"] and before and (place.get("is_new") or not length_of(loader)):
+    elif not place["amid"] and before and (place.get("is_new") or place["deals"] or not length_of(loader)):
         is_at_end = True  # of the epoch whose first batches are left out: nothing is, or draws its order once more
     elif resumed and _is_stateful(loader):
         before = place["taken"]
@@ -355,7 +355,7 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
         "amid": amid,
         "has_no_rest": has_no_rest,
         "taken": taken,
-        "deals": begun.deals if amid else [],
+        "deals": begun.deals,
         "dealt": None if dealer is None or taken is None else dealer.batch,
         "gives": begun.gives,
     }

@@ -1,6 +1,7 @@
 """The epoch loop: every rank runs every step, a joined rank as a shadow."""
 
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -83,10 +84,13 @@ class JoinEpochLoop(TrainingEpochLoop):
             self._begin_progress()
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
-        if rebalancing_of(self.trainer) is not None or fit_loop.is_planned:
+        if rebalancing_of(self.trainer) is not None or fit_loop.is_planned or fit_loop.is_resized:
             # Only a plan that is yet to be made knows whether steps are left.
             fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
-        super().reset()
+        with warnings.catch_warnings():
+            if fit_loop.goes_on:
+                warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+            super().reset()
         fit_loop.max_batches = steps
         if ended and self.batch_progress.current.ready > 0:
             # A checkpoint of an epoch's last step; Lightning sees that only where the length is known.

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
 from lightning_join._logging.results import JoinResultCollection, check_monitored
-from lightning_join._loops.resuming import KEY, check_world
+from lightning_join._loops.resuming import KEY, check_world, goes_on_in_order, is_dealt_anew
 from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.evened import evened
@@ -22,7 +22,7 @@ from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, r
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
-from torch_join.integration import epochs_of, name_ranks, setting, steps_of
+from torch_join.integration import dealt_among, epochs_of, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
 
@@ -263,8 +263,8 @@ class JoinFitLoop(FitLoop):
     # ------------------------------------------------------------ every rank's place, in checkpoints
     #
     # Lightning saves the state of rank 0's dataloaders, after what has been read ahead, and gives it to every rank.
-    # Here the file holds each rank's own, as of the batches that training has taken. Dataloaders without a state begin
-    # anew, as Lightning documents.
+    # Here the file holds each rank's own, as of the batches that training has taken. A dataloader without a state goes
+    # on by what drew its order; several of them begin anew, as Lightning documents.
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Collect every rank's place on rank 0; all ranks meet.
@@ -300,7 +300,7 @@ class JoinFitLoop(FitLoop):
         places = self._gather(self._place())
         if any(place is not None for place in places.values()):
             state[KEY] = {**record, "places": places}
-        if (place := places.get(0)) is not None:
+        if (place := places.get(0)) is not None and "order" not in place:
             state["combined_loader"] = place["states"]  # what Lightning's own strategies look for
         return state
 
@@ -344,6 +344,16 @@ class JoinFitLoop(FitLoop):
         super().on_load_checkpoint(state_dict)
         self._record = state_dict.get(KEY)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the epoch that is resumed goes on in the order of dataloaders without a state."""
+        return goes_on_in_order(self._record)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether another number of ranks has made some steps of the epoch that is about to go on."""
+        return is_dealt_anew(self._record, self.trainer.world_size)
+
     def start_reading(self, fetcher: ReadAheadFetcher) -> None:
         """Make the epoch's iterator, in the first epoch after a checkpoint where that left off.
 
@@ -355,8 +365,16 @@ class JoinFitLoop(FitLoop):
         record, self._record = self._record, None
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         resumes = self.epoch_loop.batch_progress.current.ready > 0
+        place = None if record is None else record["places"].get(trainer.global_rank)
+        goes_on = goes_on_in_order(record)
+        if place is not None and isinstance(place.get("order"), str):
+            place = None  # nobody could have its order again
+        elif place is not None and "order" in place:
+            place = {**place, "order": {**place["order"], "plan": None, "world": trainer.world_size}}
         stateless = [part for part in fetcher.combined_loader.flattened if not isinstance(part, _compat.Stateful)]
-        if resumes and stateless and self.max_batches == float("inf"):  # where Lightning itself does not warn
+        if (
+            resumes and stateless and not goes_on and self.max_batches == float("inf")
+        ):  # where Lightning itself does not warn
             rank_zero_warn(
                 "You're resuming from a checkpoint that was written amid an epoch, and the train dataloaders have no"
                 f" state ({', '.join(sorted({type(part).__name__ for part in stateless}))}) and no length: they begin"
@@ -382,13 +400,14 @@ class JoinFitLoop(FitLoop):
             self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
             self._start_in_another_world(fetcher, record, resumes)
             return
-        place = record["places"].get(trainer.global_rank)
+        over = None
         if place is not None and record["step"] and not resumes:
+            over = place
             if place["states"]:  # else there is nothing to bring to its end
                 self._end_epoch(fetcher, place)
             place = None
         try:
-            fetcher.start(place)
+            fetcher.start(place, over)
         except StopIteration as error:  # which would end the fit on this rank alone
             raise JoinError(
                 "A train dataloader has come to its end before the place in the epoch at which the checkpoint was"
@@ -420,7 +439,19 @@ class JoinFitLoop(FitLoop):
         return {"states": states, "epochs": epochs, "cycled": [], "skipped": 0, "taken": taken, "left": False}
 
     def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> None:
-        check_world(record["world_size"], self.trainer.world_size, is_over=not resumes or record["over"])
-        fetcher.start()
-        if resumes:
-            fetcher.end_here()
+        world, rank, step = self.trainer.world_size, self.trainer.global_rank, record["step"]
+        is_over, known = not resumes or record["over"], goes_on_in_order(record)
+        orders = [record["places"][other]["order"] for other in range(record["world_size"])] if known else []
+        known = known and all(order["dealt"] is not None for order in orders)
+        if is_over or not known or self.trainer.limit_train_batches != 1.0:
+            if not (is_over and known):
+                check_world(record["world_size"], world, is_over)
+            over = dealt_among(orders, world, step, over=True)[rank] if known else None
+            fetcher.start(over=None if over is None else {"order": over})
+            if resumes:
+                fetcher.end_here()
+            return
+        order = dealt_among(orders, world, step)[rank]
+        assert order is not None
+        place = {"states": [], "epochs": [], "cycled": [], "skipped": 0, "taken": step, "left": False}
+        fetcher.start({**place, "order": {**order, "left": False, "world": world}})

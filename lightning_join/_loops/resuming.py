@@ -9,6 +9,19 @@ from torch_join import UnsupportedError
 KEY = "torch_join"
 
 
+def goes_on_in_order(record: dict[str, Any] | None) -> bool:
+    """Whether all ranks' orders are known, as of dataloaders without a state."""
+    places = [] if record is None else record["places"].values()
+    return bool(places) and all(place is not None and isinstance(place.get("order"), dict) for place in places)
+
+
+def is_dealt_anew(record: dict[str, Any] | None, world_size: int) -> bool:
+    """Whether so many ranks go on with an epoch of which others have made steps, so that its length is no limit."""
+    if record is None or record["world_size"] != world_size:
+        return record is not None
+    return goes_on_in_order(record) and any(place["order"]["deals"] for place in record["places"].values())
+
+
 def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
     """Prepare a checkpoint for one process, whose loops are Lightning's own, to go on from if it is `fitting`.
 
@@ -32,9 +45,10 @@ def check_world(ranks: int, world_size: int, is_over: bool) -> None:
     """
     if not is_over:
         raise UnsupportedError(
-            f"The checkpoint was written in the middle of an epoch by {ranks} ranks, each with a state of its own"
-            f" dataloaders, and this job has {world_size}. Resume with {ranks} ranks, or from a checkpoint"
-            " of an epoch's end."
+            f"The checkpoint was written in the middle of an epoch by {ranks} ranks, and this job has {world_size}."
+            " What is left is known with two ranks or more, one DataLoader without a state whose sampler deals out one"
+            " order to all ranks (Lightning's, or one that says its `rank` and `num_replicas`), and"
+            f" limit_train_batches=1.0. Resume with {ranks} ranks, or from a checkpoint of an epoch's end."
         )
     rank_zero_warn(
         f"The checkpoint was written by {ranks} ranks and this job has {world_size}, so the states of its"

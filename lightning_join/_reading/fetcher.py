@@ -1,9 +1,10 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -12,12 +13,32 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import DataFetcher, PrefetchDataFetcher
 from lightning_join._reading.loaders import Loaders, measure, total_length
-from torch_join.integration import RefillGuard, begin_anew, epochs_of, forget_states, is_length_certain, resumed_at
+from torch_join import UnsupportedError
+from torch_join.integration import (
+    Position,
+    RefillGuard,
+    begin_anew,
+    epochs_of,
+    forget_states,
+    is_length_certain,
+    resumed_at,
+)
 
 # Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
 # of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
-# left out (`skipped`), and whether the rest of the epoch is `left` unread.
+# left out (`skipped`), and whether the rest of the epoch is `left` unread. Of one without a state its `order` is there:
+# what `Position` says of it, or why nobody could have it again.
 Place = dict[str, Any]
+
+
+class _Begun:
+    """Stands for a dataloader whose iterator has been made."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
 
 
 class _RoundsFetcher(PrefetchDataFetcher):
@@ -77,6 +98,8 @@ class ReadAheadFetcher(DataFetcher):
         self._has_read = False  # anything of this epoch
         self.stateful = self.rebalances = self._has_state = False
         self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
+        self._position: Position | None = None  # of a dataloader without a state
+        self._goes_on = False  # whether it has gone on at a place
         self.reset()
 
     def __next__(self) -> Any:
@@ -111,6 +134,8 @@ class ReadAheadFetcher(DataFetcher):
     def measure(self) -> Loaders:
         """Return, and note, what the dataloaders say now of their numbers of batches."""
         self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
+        if self._position is not None and (length := self._position.length) is not None:  # of what others have left
+            self.said = replace(self.said, limits=[length], lengths=[length], full=[None])
         return self.said
 
     def _take_length(self) -> None:
@@ -127,11 +152,12 @@ class ReadAheadFetcher(DataFetcher):
         else:
             self.length = None if length == float("inf") else int(length) - self._skipped
 
-    def start(self, place: Place | None = None) -> None:
+    def start(self, place: Place | None = None, over: Place | None = None) -> None:
         """Make the epoch's iterator.
 
         Args:
             place: Where to go on, if the epoch is resumed in the middle.
+            over: Where the one before has come to its end, if that was in another job.
 
         Raises:
             StopIteration: The loader has come to its end before the place.
@@ -143,7 +169,20 @@ class ReadAheadFetcher(DataFetcher):
             begin_anew(loader.flattened, self._resumed)
         self._resumed = None
         self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader, gives=False)
-        if place is None:
+        after, self._position = self._goes_on, None
+        order = None if place is None else place.get("order")
+        self._goes_on = order is not None
+        if over is not None and isinstance(over.get("order"), dict):
+            order = {**over["order"], "over": True}
+        if len(loader.flattened) == 1 and not self._has_state and (place is None or order is not None):
+            own = loader.flattened
+            self._position = Position(own[0], order, after=after)
+            loader.flattened = [_Begun(self._position.iterator)]
+            try:
+                self.iterator = iter(loader)
+            finally:
+                loader.flattened = own
+        elif place is None:
             self.iterator = iter(loader)
         else:
             self._resumed, self._begun_at = place["epochs"], place
@@ -172,13 +211,27 @@ class ReadAheadFetcher(DataFetcher):
         Returns:
             A place to `start` from, if the dataloaders have a state and this epoch's iterator has been made.
         """
-        if not self.stateful or self.iterator is None:
+        if self.iterator is None:
+            return None
+        if self._position is not None:
+            return self._place_in_order(self._position, self.taken - (self._in_step if repeats else 0))
+        if not self.stateful:
             return None
         if repeats and self._current is not None:
             return {**self._current, "taken": self.taken - self._in_step, "left": False}
         reserved = [before for step in self._reserved for before in step]
         before = reserved[0] if reserved else self._before[0] if self._before else self._snapshot()
         return {**before, "taken": self.taken, "left": self.left}
+
+    def _place_in_order(self, position: Position, taken: int) -> Place:
+        order: Any = "it has yielded None"  # so that batches are not what it has read
+        if not self._skipped:
+            try:
+                order = position.place(taken, self.fetched, self.exhausted and taken == self.fetched)
+            except UnsupportedError as error:
+                order = str(error)
+        place = {"states": [], "epochs": [], "cycled": [], "skipped": 0, "taken": taken, "left": self.left}
+        return {**place, "order": order}
 
     def end_at(self, place: Place) -> None:
         """Bring the dataloaders to the end of an epoch that was resumed when nothing of it was left.

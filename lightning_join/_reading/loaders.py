@@ -33,7 +33,7 @@ class Loaders:
         certain: Whether a dataloader surely has as many batches as it says.
         planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
         full: The size of a dataloader's batches, and how many of them surely have it; `None` where nobody knows.
-        stateful: Whether some of them have a state.
+        stateful: Whether where they are can be saved: some of them have a state, or there is only one.
         sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
     """
 
@@ -62,7 +62,7 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
         except MisconfigurationException as why:
             limits.append(int(planned[-1]))  # nobody knows yet
             error = error or str(why)
-    stateful = any(isinstance(loader, Stateful) for loader in loaders)
+    stateful = len(loaders) == 1 or any(isinstance(loader, Stateful) for loader in loaders)
     sharded = [sharded_samples(loader) for loader in loaders]
     certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
     return Loaders(

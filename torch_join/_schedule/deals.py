@@ -165,10 +165,14 @@ def left_of(
             f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
             f" it for {world}."
         )
-    if begun["own"].keys() != (now := own_drawing(loader)["own"].keys()):
+    # One of a sampler that is told the epoch is seeded by that.
+    then, now = (
+        {*drawn["own"]} - {f"{name}.generator" for name in drawn["told"]} for drawn in (begun, own_drawing(loader))
+    )
+    if then != now:
         raise UnsupportedError(
             f"An epoch was begun by {deals[0]['world']} ranks in an order that they drew from"
-            f" {', '.join(begun['own']) or 'the generator of torch itself'}, and the {name} draws it from"
+            f" {', '.join(then) or 'the generator of torch itself'}, and the {name} draws it from"
             f" {', '.join(now) or 'the generator of torch itself'} here: what they have left is not known. Draw it from"
             f" a seed and the epoch (torch's DistributedSampler, Accelerate's use_seedable_sampler=True). {_INSTEAD}"
         )
