@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,20 +38,31 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def start(work: Callable[[int], Any]) -> None:
+def start(work: Callable[[int], Any], world_size: int = WORLD_SIZE) -> None:
     """Call a function in several processes, with a process group."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(work, f"file://{folder}/rendezvous"), nprocs=WORLD_SIZE)
+        mp.spawn(_work, args=(work, f"file://{folder}/rendezvous", world_size), nprocs=world_size)
 
 
-def _work(rank: int, work: Callable[[int], Any], rendezvous: str) -> None:
+def _work(rank: int, work: Callable[[int], Any], rendezvous: str, world_size: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     work(rank)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()  # ends the group's threads, which cycles keep: they must not outlive the interpreter
+
+
+def load_trained(folder: Path, epoch: int, step: int) -> list[list[list[int]]]:
+    """Return what the ranks of the job before had trained on, those of them that this one stands for, until a step."""
+    places = range(dist.get_rank(), WORLD_SIZE, dist.get_world_size())
+    before = [torch.load(folder / f"trained_{rank}.pt") for rank in places]
+    trained: list[list[list[int]]] = [[] for _ in range(EPOCHS)]
+    for each in range(epoch + 1):
+        steps = max([step if each == epoch else 0, *(len(of[each]) for of in before)])
+        trained[each] = [[i for of in before for ids in of[each][at : at + 1] for i in ids] for at in range(steps)]
+    return trained
 
 
 def check_digits(trained: list[list[list[int]]], model: nn.Module, wanted: Iterable[int]) -> None:

@@ -85,6 +85,15 @@ def test_a_job_that_is_preempted_and_one_that_goes_on(workers: Workers, tmp_path
     assert_exact(workers.run(3, call, "preempted", tmp_path, False)[0])
 
 
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_job_that_comes_back_with_another_number_of_ranks(workers: Workers, tmp_path: Path, number: int) -> None:
+    pytest.importorskip("torchdata")
+    workers.run(3, call, "preempted", tmp_path, True, True)
+    printed = workers.run(number, call, "preempted", tmp_path, False, True)[0]
+    assert re.findall(EPOCH, printed)[1] == ("1", ", ".join(["7"] * number), "300")
+    assert float(re.findall(DIFFERENCE, printed)[0]) <= 1e-10
+
+
 @pytest.mark.parametrize("name", others_long(PROGRAMS, "litdata_stream"))
 def test_command_runs(name: str) -> None:
     needed, start = PROGRAMS[name]
