@@ -71,20 +71,22 @@ def check_resizes(trainer: Any) -> None:
         )
 
 
-def refuse_to_resize(folder: str) -> None:
-    """Raise where several ranks have written a checkpoint in the middle of an epoch, and one process goes on.
+def refuse_to_resize(folder: str, world_size: int) -> None:
+    """Raise where another number of ranks has written a checkpoint amid an epoch, of which nothing else is known.
 
     Raises:
         UnsupportedError: So it is.
     """
     state = Path(folder, hf.TRAINER_STATE_NAME)
-    if not Path(folder, "rng_state_0.pth").exists() or not state.exists():
+    writers = len([*Path(folder).glob("rng_state_*.pth")]) or int(Path(folder, "rng_state.pth").exists())
+    if not state.exists() or writers in (0, world_size):
         return
     epoch = transformers.TrainerState.load_from_json(str(state)).epoch or 0
     if epoch != int(epoch):
         raise UnsupportedError(
-            "The checkpoint was written by several ranks in the middle of an epoch, and JoinTrainer goes on with two"
-            " ranks or more. In one process resume from a checkpoint of an epoch's end, or with ignore_data_skip=True."
+            f"The checkpoint was written in the middle of an epoch by {writers} ranks, and this job has {world_size}."
+            " JoinTrainer goes on from two ranks or more that have used it, with two ranks or more. Resume with"
+            f" {writers} ranks, or from a checkpoint of an epoch's end, or with ignore_data_skip=True."
         )
 
 

@@ -290,15 +290,14 @@ class AcceleratorContext:
         else:
             counts = self._driver.members.count is not None
             gives = self._driver.options.rebalance
-            begun = _positions.going_through(self._accelerator, loader, own_iter, self._trained_on, gives)
+            readers: list[Any] = []  # the loop's
+            trained_on = lambda: readers[0].trained_on if readers else 0  # noqa: E731
+            begun = _positions.going_through(self._accelerator, loader, own_iter, trained_on, gives)
             with begun as (own, iterate, is_at_end, note_batch):
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
                     note_batch()
+                    readers = readers or [self._driver.reader]
                     yield batch
-
-    def _trained_on(self) -> int:
-        reader = self._driver.reader
-        return 0 if reader is None else reader.trained_on
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""

@@ -337,6 +337,8 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
     """Return what deals out the batches, or samples, of `loader` to all processes, and can be asked for all of them."""
     if type(loader) is not DataLoaderShard or isinstance(loader.dataset, IterableDataset):
         return None
+    if loader.use_stateful_dataloader or loader.batch_sampler is None:
+        return None
     batches = batch_sampler(loader)
     while isinstance(batches, SkipBatchSampler):
         batches = batches.batch_sampler
@@ -350,7 +352,7 @@ def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> Pr
     """Return a loader like `loader`, of what is left for this process."""
     anew = accelerate.skip_first_batches(loader, 0)
     # `DataLoader.__setattr__` refuses it.
-    vars(anew.base_dataloader)["batch_sampler"] = dealer.of(rest)
+    vars(anew.base_dataloader).update(batch_sampler=dealer.of(rest), generator=None)
     vars(anew)["_join_known"] = loader
     return anew
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import accelerate
 import torch
+from accelerate import DistributedType
 from accelerate.utils import load as load_file
 
 from accelerate_join import _compat
@@ -103,7 +104,7 @@ def going_through(
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
-    elif not place["amid"] and before and (place.get("is_new") or place["deals"] or not length_of(loader)):
+    elif not place["amid"] and before and (place.get("is_new") or place["deals"] or length_of(loader) == 0):
         is_at_end = True  # of the epoch whose first batches are left out: nothing is, or draws its order once more
     elif resumed and _is_stateful(loader):
         before = place["taken"]
@@ -269,6 +270,19 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
         places = [each and [place and {**_SINCE_0_2, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
+        if accelerator.distributed_type is DistributedType.NO and any(p and p["amid"] for p in newest["places"]):
+            raise UnsupportedError(
+                f"The checkpoint was written in the middle of an epoch by {newest['world_size']} processes. One process"
+                " goes on with it where a launcher has started it (torchrun --nproc-per-node 1). Or resume from a"
+                " checkpoint of an epoch's end."
+            )
+        if not any(newest["places"]):
+            warnings.warn(
+                f"The checkpoint was written by {newest['world_size']} processes, and does not say where they were in"
+                " their loaders. If that was in the middle of an epoch, what this job of another number of processes"
+                " skips is not what was trained on. Resume from a checkpoint of an epoch's end.",
+                stacklevel=2,
+            )
         by_loader = [*zip(*(each or newest["places"] for each in places), strict=True)]
         lacks = None in places
         mine = [dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
@@ -314,10 +328,11 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
     if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
         why = (
             "What is left is known where Accelerate deals out the batches of a DataLoader (not of a stream, not with"
-            " split_batches or dispatch_batches), or a sampler does that says its `rank` and `num_replicas`"
+            " split_batches, dispatch_batches or use_stateful_dataloader), or a sampler does that says its `rank` and"
+            " `num_replicas`"
         )
-    elif lacks and any(place["gives"] for place in amid):
-        why = "With rebalance=True all processes must have called save_state, and the main process alone has"
+    elif lacks and (any(place["gives"] for place in amid) or not deals_out(loader)):
+        why = "With rebalance=True, or a sampler of one's own, all processes must have called save_state, not one alone"
     if why:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has another"

@@ -250,7 +250,7 @@ class JoinTrainerMixin:
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         folder = kwargs.get("resume_from_checkpoint")
         if self.args.world_size == 1 and folder is not None and not self.args.ignore_data_skip:
-            _compat.refuse_to_resize(folder)
+            _compat.refuse_to_resize(folder, 1)
         with self._joining(), setting(self, _resumes_from=folder):
             if self._join_run is not None:
                 have_wrapped(self)

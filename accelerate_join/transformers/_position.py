@@ -14,8 +14,10 @@ from typing import Any
 import accelerate
 from accelerate.data_loader import DataLoaderShard
 
+from accelerate_join._compat_transformers import refuse_to_resize
 from accelerate_join._loaders import dealer_of, drawn_from, known_as
 from accelerate_join._positions import dealt_among, read_all, rest_of, write
+from torch_join import UnsupportedError
 from torch_join.integration import Order, ReadStep
 
 _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip=True"
@@ -43,6 +45,7 @@ class Position:
         self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
         self._loader: DataLoaderShard | None = None
         self._passes_before = 0  # those that Trainer does not count, of a stream
+        self.is_resized = False  # whether another number of ranks has made some of the steps
         self._is_over = False  # whether that was the last one
         self._order: Order | None = None
         self._pending: dict[str, Any] | None = None
@@ -101,6 +104,7 @@ class Position:
             "has_no_rest": False,
             "state": None,
             "epoch": epoch,
+            "is_resized": self.is_resized,
         }
         record = {"when": None, "world_size": accelerator.num_processes, "places": [place]}
         write(folder, accelerator.process_index, record)
@@ -114,15 +118,22 @@ class Position:
         everyone = read_all(folder, self._accelerator)
         newest = next((record for record in everyone if record is not None), None)
         if newest is None:
+            refuse_to_resize(folder, self._accelerator.num_processes)
             return False
         places = [None if record is None else _place_in(record) for record in everyone]
         rank, world = self._accelerator.process_index, len(places)
         place = places[rank] if rank < world else None
+        if None in places and any(each is not None and each["deals"] for each in places):
+            raise UnsupportedError(
+                f"The checkpoint lacks join_position_<rank>.bin of some of {world} ranks, of which another number has"
+                f" begun the epoch: what is left is not known. Copy these files, or {_INSTEAD}."
+            )
         if world != self._accelerator.num_processes:
             known: Any = next(each for each in places if each is not None)
             place = dealt_among([each or known for each in places], loader, None in places)
         if place is None:
             return False
+        self.is_resized = place["is_resized"] or world != self._accelerator.num_processes
         self.passes = self._passes_before = place["iteration"]
         self._pending, self.taken, self._deals = place, place["steps"], place["deals"]
         if place["deals"]:
@@ -145,6 +156,7 @@ def _place_in(record: dict[str, Any]) -> dict[str, Any]:
         "has_no_rest": False,
         "state": None,
         "epoch": None,
+        "is_resized": False,
     }
     known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
     return {**since, **known, "order": record["order"]}

@@ -227,7 +227,9 @@ class Run:
             return values
         (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
         done, batches, before = _compat.steps_in(folder), len(loader), position.taken
-        if position.rest is None and done == position.passes * per_epoch + before // window:
+        if not position.is_resized or (
+            position.rest is None and done == position.passes * per_epoch + before // window
+        ):
             return values  # these ranks have made all of its steps
         _compat.check_resizes(self._trainer)
         if position.rest is not None:

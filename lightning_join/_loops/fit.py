@@ -204,6 +204,7 @@ class JoinFitLoop(FitLoop):
 
         with after_hook(trainer.lightning_module, "on_train_epoch_end", compare):  # before the callbacks that monitor
             super().on_advance_end()
+        self.fetcher.is_over = True
         self.agree_on_stop()
         if self.max_batches == 0:
             # One epoch without batches does not end the fit; the next may have some.
@@ -297,7 +298,7 @@ class JoinFitLoop(FitLoop):
             "world_size": trainer.world_size,
             **self._plan_now(progress.current.processed),
         }
-        places = self._gather(self._place())
+        places = self._gather(self._place()) if self._record is None else self._record["places"]
         if any(place is not None for place in places.values()):
             state[KEY] = {**record, "places": places}
         if (place := places.get(0)) is not None and "order" not in place:
@@ -370,6 +371,9 @@ class JoinFitLoop(FitLoop):
         if place is not None and isinstance(place.get("order"), str):
             place = None  # nobody could have its order again
         elif place is not None and "order" in place:
+            limits = trainer.limit_train_batches
+            if place["order"]["deals"] and resumes and (isinstance(limits, int) or limits != 1.0):
+                check_world(place["order"]["deals"][-1]["world"], trainer.world_size, is_over=False)
             place = {**place, "order": {**place["order"], "plan": None, "world": trainer.world_size}}
         stateless = [part for part in fetcher.combined_loader.flattened if not isinstance(part, _compat.Stateful)]
         if (
@@ -441,12 +445,13 @@ class JoinFitLoop(FitLoop):
     def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> None:
         world, rank, step = self.trainer.world_size, self.trainer.global_rank, record["step"]
         is_over, known = not resumes or record["over"], goes_on_in_order(record)
+        limits = self.trainer.limit_train_batches
         orders = [record["places"][other]["order"] for other in range(record["world_size"])] if known else []
         known = known and all(order["dealt"] is not None for order in orders)
-        if is_over or not known or self.trainer.limit_train_batches != 1.0:
+        if is_over or not known or isinstance(limits, int) or limits != 1.0:
             if not (is_over and known):
                 check_world(record["world_size"], world, is_over)
-            over = dealt_among(orders, world, step, over=True)[rank] if known else None
+            over = dealt_among(orders, world, step, over=True)[rank] if known and step else None
             fetcher.start(over=None if over is None else {"order": over})
             if resumes:
                 fetcher.end_here()

@@ -40,6 +40,9 @@ class _Begun:
     def __iter__(self) -> Iterator[Any]:
         return self._iterator
 
+    def __reduce__(self) -> Any:
+        return _Begun, (iter(()),)
+
 
 class _RoundsFetcher(PrefetchDataFetcher):
     """Reads no batch that its round does not have, also where Lightning does not know; and, if planned, none ahead."""
@@ -87,6 +90,7 @@ class ReadAheadFetcher(DataFetcher):
         left: Whether this rank has left the epoch, though there may be more batches.
         stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
+        is_over: Whether the epoch has ended.
         next_step: Begins a step and returns its batch, which may be another rank's, or a stand-in.
     """
 
@@ -100,7 +104,11 @@ class ReadAheadFetcher(DataFetcher):
         self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
         self._position: Position | None = None  # of a dataloader without a state
         self._goes_on = False  # whether it has gone on at a place
+        self.is_over = False
         self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_position": None}  # whose iterator cannot be pickled
 
     def __next__(self) -> Any:
         """Return the next step's batch, with the numbers that Lightning's fetchers return and the fit does not use."""
@@ -134,7 +142,9 @@ class ReadAheadFetcher(DataFetcher):
     def measure(self) -> Loaders:
         """Return, and note, what the dataloaders say now of their numbers of batches."""
         self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
-        if self._position is not None and (length := self._position.length) is not None:  # of what others have left
+        if (
+            self._position is not None and not self.is_over and (length := self._position.length) is not None
+        ):  # of what others have left
             self.said = replace(self.said, limits=[length], lengths=[length], full=[None])
         return self.said
 
@@ -171,7 +181,7 @@ class ReadAheadFetcher(DataFetcher):
         self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader, gives=False)
         after, self._position = self._goes_on, None
         order = None if place is None else place.get("order")
-        self._goes_on = order is not None
+        self._goes_on, self.is_over = order is not None, False
         if over is not None and isinstance(over.get("order"), dict):
             order = {**over["order"], "over": True}
         if len(loader.flattened) == 1 and not self._has_state and (place is None or order is not None):

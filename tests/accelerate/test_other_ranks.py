@@ -80,7 +80,7 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
 
 
 def test_batches_that_are_split_are_refused(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="not with split_batches or dispatch_batches"):
+    with pytest.raises(WorkerError, match="split_batches, dispatch_batches or use_stateful_dataloader"):
         check(workers, Chain((2, 3), (1,), 36, "split", 6), tmp_path, train)
 
 

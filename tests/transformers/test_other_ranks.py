@@ -136,7 +136,7 @@ def test_a_number_of_steps_stays(workers: Workers, worlds: tuple[int, int], step
 
 @pytest.mark.parametrize(
     ("worlds", "kind", "message"),
-    [((2, 3), "own", "What is left is known where"), ((2, 1), "unpadded", "goes on with two ranks or more")],
+    [((2, 3), "own", "What is left is known where"), ((2, 1), "unpadded", "goes on from two ranks or more")],
 )
 def test_what_is_refused(workers: Workers, worlds: tuple[int, int], kind: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=message):

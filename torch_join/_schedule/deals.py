@@ -5,6 +5,8 @@ batches of which size each of them had trained on, whoever trained them. What wa
 which it would have come, what the next one has dealt out: index i of it to rank `i % world`.
 """
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -40,7 +42,7 @@ class Dealer:
     def __init__(self, sampler: Any, batches: BatchSampler | None = None) -> None:
         self._sampler, self._batches = sampler, batches
         self.batch = 1 if batches is None else batches.batch_size
-        self.rank, self.world = sampler.rank, sampler.num_replicas
+        self.rank, self.world = int(sampler.rank), int(sampler.num_replicas)
 
     def of(self, indices: Sequence[Any]) -> Any:
         """Return what yields these, in the place of what a loader has."""
@@ -64,11 +66,14 @@ class Dealer:
                 order = order[: len(order) // world * world]
             numbers = torch.arange(len(order))
             return order, numbers % world, numbers // world
-        shares: list[list[Any]] = []
-        for rank in range(world):
-            with drawn():
-                shares.append([*self._as(rank, world)])
-        self._check(shares)
+        shares, now = ([self._share(rank, of, drawn) for rank in range(of)] for of in (world, self.world))
+        if _counted(shares) != _counted(now) or max(_counted(shares).values(), default=1) > 1:
+            raise UnsupportedError(
+                f"The epoch was begun by {world} ranks, and a {type(self._sampler).__name__} whose `rank` and"
+                f" `num_replicas` are set to those of other ranks does not give each sample to one of {world}, or of"
+                f" {self.world}: what is left cannot be told. Have its `__iter__` go by these two, and by nothing that"
+                f" was made of them before. {_INSTEAD}"
+            )
         found = [(place, rank) for rank, share in enumerate(shares) for place in range(len(share))]
         found.sort()
         places, ranks = torch.tensor(found, dtype=torch.int64).reshape(-1, 2).unbind(1)
@@ -86,14 +91,13 @@ class Dealer:
             other.total_size = other.num_samples * world
         return other
 
-    def _check(self, shares: Sequence[Sequence[Any]]) -> None:
-        known = [tuple(each) if isinstance(each, list) else each for share in shares for each in share]
-        if len(known) != len({*known}):
-            raise UnsupportedError(
-                f"The epoch was begun by {len(shares)} ranks, and a {type(self._sampler).__name__} whose `rank` and"
-                " `num_replicas` are set to those of another rank gives some samples to several of them: what is left"
-                f" cannot be told. Have its `__iter__` go by these two. {_INSTEAD}"
-            )
+    def _share(self, rank: int, world: int, drawn: Callable[[], Any]) -> list[Any]:
+        with drawn():
+            return [*self._as(rank, world)]
+
+
+def _counted(shares: Sequence[Sequence[Any]]) -> Counter[Any]:
+    return Counter(tuple(each) if isinstance(each, list) else each for share in shares for each in share)
 
 
 def _deals_in_turn(kind: type) -> bool:
@@ -124,7 +128,8 @@ def dealer_of(loader: Any) -> Dealer | None:
     batches: Any = loader.batch_sampler
     sampler = loader.sampler
     if batches is None or _says_rank(batches):
-        return Dealer(batches or sampler) if _says_rank(batches or sampler) else None
+        deals_out = sampler if batches is None else batches
+        return Dealer(deals_out) if _says_rank(deals_out) else None
     return Dealer(batches.sampler, batches) if _is_plain(batches) and _says_rank(batches.sampler) else None
 
 
@@ -134,6 +139,11 @@ def _is_plain(batches: Any) -> bool:
 
 def _says_rank(sampler: Any) -> bool:
     return all(isinstance(getattr(sampler, name, None), int) for name in ("rank", "num_replicas"))
+
+
+def draws_order(part: str) -> bool:
+    """Whether something that a loader holds may draw its order, and not what each rank makes of its samples."""
+    return not part.startswith("loader.dataset")
 
 
 def left_of(
@@ -165,9 +175,10 @@ def left_of(
             f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
             f" it for {world}."
         )
-    # One of a sampler that is told the epoch is seeded by that.
+    # A generator of a sampler that is told the epoch is seeded by that.
+    told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
     then, now = (
-        {*drawn["own"]} - {f"{name}.generator" for name in drawn["told"]} for drawn in (begun, own_drawing(loader))
+        {part for part in own if draws_order(part)} - told for own in (begun["own"], own_drawing(loader)["own"])
     )
     if then != now:
         raise UnsupportedError(
@@ -180,9 +191,16 @@ def left_of(
     @contextmanager
     def drawn() -> Iterator[None]:
         with drawn_as(loader, begun):
+            before = torch.get_rng_state(), random.getstate()
             if loader.generator is not None and not begun["reuses"]:  # of which an iterator draws before its sampler
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             yield
+            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+                raise UnsupportedError(
+                    f"The order of the {name} is drawn from the generator of torch or Python itself, which may be"
+                    f" another one on each rank: what others have left is not known. Give the sampler one of its own."
+                    f" {_INSTEAD}"
+                )
 
     order, ranks, places = dealer.order(deals[0]["world"], drawn)
     left = torch.arange(len(order))

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
+from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, draws_order, left_of
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
@@ -143,6 +143,7 @@ class Position:
             "ended": ended,
             "over": False,
             "dealt": None if dealer is None else dealer.batch * self._size,
+            "dealt_to": None if dealer is None else [dealer.rank, dealer.world],
             "deals": self._deals,
             "start": self._start,
             "seeds": None if self._seeds is None else saved_drawing(self._seeds),
@@ -226,8 +227,17 @@ def dealt_among(
     Raises:
         JoinValueError: Nothing is known to deal out to all ranks what they go through.
     """
-    is_dealt = all(place is not None and place["dealt"] is not None for place in places)
+    is_dealt = all(
+        place is not None and place["dealt"] is not None and [*place["dealt_to"]] == [rank, len(places)]
+        for rank, place in enumerate(places)
+    )
     first: Any = next((place for place in places if place is not None and not place["ended"]), places[0])
+    if is_dealt:  # what a dataset draws is each rank's own
+        own = {n: {"own": {}, "told": {}, **first[n]} for n in ("begun", "now")}
+        first = {
+            **first,
+            **{n: {**own[n], "own": {k: v for k, v in own[n]["own"].items() if draws_order(k)}} for n in own},
+        }
     if over:
         return [{**first, "state": None} if is_dealt else None] * world
     if not is_dealt:

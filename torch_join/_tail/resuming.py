@@ -12,7 +12,7 @@ from torch_join._schedule.positions import LoaderPlace, dealt_among, end_resumed
 from torch_join._tail.reader import Reader
 
 _VERSION = 3  # of what `state_of` returns; of version 2 (0.2.0) the next release reads nothing any more
-_SINCE_2: LoaderPlace = {"dealt": None, "deals": [], "start": 0, "seeds": None}
+_SINCE_2: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
 OVER = -2  # in place of the first step: of a loop that was over
 
 

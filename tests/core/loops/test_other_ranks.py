@@ -131,7 +131,7 @@ def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, mess
 
 def test_a_sampler_that_cannot_be_asked_is_refused() -> None:
     loader = DataLoader(Samples(9), 2, sampler=Overlapping(Samples(9), 2, 0))
-    with pytest.raises(UnsupportedError, match="gives some samples to several of them"):
+    with pytest.raises(UnsupportedError, match="does not give each sample to one of 3"):
         dealt_anew(loader, [{"world": 3, "taken": [1, 1, 1], "batch": 2}], drawing(loader), 2, is_new=True)
 
 
