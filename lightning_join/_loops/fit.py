@@ -376,9 +376,8 @@ class JoinFitLoop(FitLoop):
                 check_world(place["order"]["deals"][-1]["world"], trainer.world_size, is_over=False)
             place = {**place, "order": {**place["order"], "plan": None, "world": trainer.world_size}}
         stateless = [part for part in fetcher.combined_loader.flattened if not isinstance(part, _compat.Stateful)]
-        if (
-            resumes and stateless and not goes_on and self.max_batches == float("inf")
-        ):  # where Lightning itself does not warn
+        begins_anew = resumes and stateless and not goes_on
+        if begins_anew and self.max_batches == float("inf"):  # where Lightning itself does not warn
             rank_zero_warn(
                 "You're resuming from a checkpoint that was written amid an epoch, and the train dataloaders have no"
                 f" state ({', '.join(sorted({type(part).__name__ for part in stateless}))}) and no length: they begin"

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.many import seeds
@@ -82,6 +83,26 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
 def test_batches_that_are_split_are_refused(workers: Workers, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="split_batches, dispatch_batches or use_stateful_dataloader"):
         check(workers, Chain((2, 3), (1,), 36, "split", 6), tmp_path, train)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def skip_in_a_stream(rank: int) -> list[int]:
+    with accelerator_of(rank) as accelerator:
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        loader, seen = DataLoaderShard(Stream(), batch_size=1), []
+        with accelerator.join_uneven_inputs([model]):
+            for batch in accelerator.skip_first_batches(loader, 3):
+                accelerator.backward(model(batch.float()[:, None]).sum())
+                seen += batch.tolist()
+        return seen
+
+
+def test_a_stream_without_a_length_is_skipped_in(workers: Workers) -> None:
+    assert workers.run(2, skip_in_a_stream) == [[3, 4, 5, 6]] * 2
 
 
 def test_an_order_from_another_generator_is_refused(workers: Workers, tmp_path: Path) -> None:

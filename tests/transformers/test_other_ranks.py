@@ -144,6 +144,27 @@ def test_what_is_refused(workers: Workers, worlds: tuple[int, int], kind: str, m
             workers.run(worlds[job], train, Chain(worlds, (1,), 23, kind), job, str(tmp_path), job > 0)
 
 
+def resume_without_data(rank: int, folder: str) -> list[int]:
+    """Go on once without a place in the data, which then is of no epoch that the trainer counts."""
+    found = []
+    with accelerator_of(rank):
+        for job, (stops, options) in enumerate([(7, {}), (7, {"ignore_data_skip": True}), (0, {})]):
+            args = TrainingArguments(
+                f"{folder}/{job}", num_train_epochs=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+                save_strategy="steps" if stops else "no", save_steps=stops or 1, disable_tqdm=True,
+                remove_unused_columns=False, **options,
+            )  # fmt: skip
+            trainer = JoinTrainer(Net(), args, train_dataset=Rows(20))
+            before = {0: None, 1: f"{folder}/0/checkpoint-7", 2: f"{folder}/1/checkpoint-14"}[job]
+            trainer.train(resume_from_checkpoint=before)
+            found.append(trainer.state.global_step)
+    return found
+
+
+def test_the_same_number_of_ranks_counts_as_trainer_does(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, resume_without_data, str(tmp_path)) == [[15, 15, 15]] * 2
+
+
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
     one = random.Random(seed)

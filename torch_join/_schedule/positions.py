@@ -232,12 +232,8 @@ def dealt_among(
         for rank, place in enumerate(places)
     )
     first: Any = next((place for place in places if place is not None and not place["ended"]), places[0])
-    if is_dealt:  # what a dataset draws is each rank's own
-        own = {n: {"own": {}, "told": {}, **first[n]} for n in ("begun", "now")}
-        first = {
-            **first,
-            **{n: {**own[n], "own": {k: v for k, v in own[n]["own"].items() if draws_order(k)}} for n in own},
-        }
+    if is_dealt:
+        first = {**first, "begun": _of_all(first["begun"]), "now": _of_all(first["now"])}
     if over:
         return [{**first, "state": None} if is_dealt else None] * world
     if not is_dealt:
@@ -253,6 +249,11 @@ def dealt_among(
     plan = {"step": step, "left": [None] * world, "max_sent_per_step": [None] * world, "gone": [], "is_new": True}
     anew = {"taken": step, "start": step, "left": False, "state": None, "again": 0, "plan": plan, "seeds": None}
     return [{**first, **anew, "deals": deals} for _ in range(world)]
+
+
+def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Return what was drawn from that is alike on all ranks: what a dataset draws is each rank's own."""
+    return {**drawn, "own": {part: state for part, state in drawn["own"].items() if draws_order(part)}}
 
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:

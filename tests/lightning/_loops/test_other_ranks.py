@@ -1,6 +1,7 @@
 """A fit that goes on with another number of ranks; see tests/support/other_ranks.py."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,8 @@ class Module(pl.LightningModule):
         self.step += 1
 
 
-def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
-    first = int(Path(folder, str(job - 1)).read_text()) if resumes else 0
-    module = Module(chain, job, folder, first)
-    trainer = pl.Trainer(
+def trainer_of(chain: Chain, job: int) -> pl.Trainer:
+    return pl.Trainer(
         accelerator=lightning_accelerator(),
         devices=chain.worlds[job],
         strategy=DDPJoinStrategy(**chain.options, rebalance=chain.rebalances[job]),
@@ -68,7 +67,12 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, ckpt_path=f"{folder}/{job - 1}.ckpt" if resumes else None, **ANY_CHECKPOINT)
+
+
+def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
+    first = int(Path(folder, str(job - 1)).read_text()) if resumes else 0
+    module = Module(chain, job, folder, first)
+    trainer_of(chain, job).fit(module, ckpt_path=f"{folder}/{job - 1}.ckpt" if resumes else None, **ANY_CHECKPOINT)
     return module.seen, [p.detach().clone() for p in module.net.parameters()]
 
 
@@ -87,6 +91,30 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
     check(workers, CHAINS[name], tmp_path, train)
+
+
+class SavesAtOnce(Module):
+    def on_train_start(self) -> None:
+        self.trainer.save_checkpoint(f"{self.folder}/{self.job}.ckpt")
+        Path(self.folder, str(self.job)).write_text("0")
+
+
+def save_at_once(rank: int, chain: Chain, folder: str) -> None:
+    """Go on with another number of ranks, and save before the first step."""
+    module = SavesAtOnce(replace(chain, stops=()), 1, folder, 0)
+    trainer_of(chain, 1).fit(module, ckpt_path=f"{folder}/0.ckpt", **ANY_CHECKPOINT)
+
+
+def test_a_checkpoint_from_before_the_resumed_epoch_has_begun(workers: Workers, tmp_path: Path) -> None:
+    chain = Chain((4, 2, 3), (1, 0), 47)
+    seen = workers.run(4, train, chain, 0, str(tmp_path), False)
+    workers.run(2, save_at_once, chain, str(tmp_path))
+    after = workers.run(3, train, chain, 2, str(tmp_path), True)
+    first = [
+        number for mine, _ in seen for epoch, step, numbers in mine if (epoch, step) <= (0, 1) for number in numbers
+    ]
+    rest = [number for mine, _ in after for epoch, _, numbers in mine if epoch == 0 for number in numbers]
+    assert sorted(first + rest) == [*range(47)]
 
 
 @seeds(range(0), 100)
