@@ -102,6 +102,7 @@ class Chain:
     rebalances: Sequence[bool] = (False, False, False)
     options: dict[str, Any] = field(default_factory=dict)
     later: Sequence[int] = (0, 0)
+    sharded: str = ""  # the optimizer, or the model
 
     def stop(self, job: int, first: int) -> tuple[int, int] | None:
         """The epoch and the step after which a job is stopped that has begun in an epoch."""

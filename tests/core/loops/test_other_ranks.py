@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -24,16 +28,29 @@ from torch_join._schedule.drawing import drawing
 def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tuple[list[Any], list[Tensor]]:
     """Run a job that saves where the next one goes on; return what this rank has trained on, and the parameters."""
     net, world = network(), chain.worlds[job]
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    ddp: Any = fully_shard(net) if chain.sharded == "fsdp2" else DistributedDataParallel(net)
+    made: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+    optimizer: Any = torch.optim.SGD(net.parameters(), **made)
+    if chain.sharded == "zero":
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **made)
     loader, first = loader_of(chain, rank, world), 0
     seen: list[Any] = []
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # for workers
     with Join([ddp, optimizer], **{**chain.options, "rebalance": chain.rebalances[job]}) as join:
         if resumes:
             saved = torch.load(f"{folder}/{job - 1}")
-            net.load_state_dict(saved["net"])
-            optimizer.load_state_dict(saved["optimizer"])
+            if chain.sharded == "fsdp2":
+                whole = StateDictOptions(full_state_dict=True)
+                set_state_dict(
+                    net,
+                    optimizer,
+                    model_state_dict=saved["net"],
+                    optim_state_dict=saved["optimizer"],
+                    options=whole,
+                )
+            else:
+                net.load_state_dict(saved["net"])
+                optimizer.load_state_dict(saved["optimizer"])
             join.load_state_dict(saved["join"])
             first = saved["epoch"]
         for epoch in range(first, EPOCHS):
@@ -52,11 +69,20 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tupl
                 optimizer.zero_grad()
                 seen.append((epoch, step, [sample for batch in batches for sample in seen_in(batch)]))
                 if (epoch, step) == chain.stop(job, first):
-                    state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-                    saved = {**state, "join": join.state_dict()}
+                    if chain.sharded == "zero":
+                        optimizer.consolidate_state_dict(to=0)
+                    if chain.sharded == "fsdp2":
+                        model_state, its = get_state_dict(
+                            net, optimizer, options=StateDictOptions(full_state_dict=True)
+                        )
+                    else:
+                        mine = chain.sharded != "zero" or rank == 0
+                        model_state, its = net.state_dict(), optimizer.state_dict() if mine else {}
+                    saved = {"net": model_state, "optimizer": its, "epoch": epoch, "join": join.state_dict()}
                     if rank == min(join.active_ranks):
                         torch.save(saved, f"{folder}/{job}")
-    return seen, [p.detach() for p in net.parameters()]
+    parameters = [p.detach() for p in net.parameters()]
+    return seen, [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
 
 
 CHAINS = {
@@ -72,6 +98,9 @@ CHAINS = {
     "rebalanced from here on": Chain((2, 3, 2), (2, 1), 50, "shares", rebalances=(False, True, False)),
     "a loader with a state": Chain((2, 3, 3), (1, 1), 30, "stateful"),
     "samples alone": Chain((2, 3), (1,), 11, "samples alone"),
+    "ZeRO, saved while all have a batch": Chain((3, 2, 4), (1, 0), 37, sharded="zero"),
+    "ZeRO, one process": Chain((3, 1), (1,), 37, sharded="zero"),
+    "FSDP2, saved while all have a batch": Chain((2, 3, 2), (1, 0), 37, sharded="fsdp2"),
     "the same number": Chain((3, 2, 2), (1, 1), 30, "drawn"),
 }
 
