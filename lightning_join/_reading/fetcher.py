@@ -238,7 +238,7 @@ class ReadAheadFetcher(DataFetcher):
         if not self._skipped:
             try:
                 order = position.place(taken, self.fetched, self.exhausted and taken == self.fetched)
-            except UnsupportedError as error:
+            except (UnsupportedError, NotImplementedError, TypeError) as error:  # a dataset without a length, too
                 order = str(error)
         place = {"states": [], "epochs": [], "cycled": [], "skipped": 0, "taken": taken, "left": self.left}
         return {**place, "order": order}

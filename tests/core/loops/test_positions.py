@@ -457,7 +457,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
     ],
 )
 def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
-    found = [outcome.error for outcome in workers.outcomes(2, refuse, what, timeout=3.0)]
+    found = [outcome.error for outcome in workers.outcomes(2, refuse, what, timeout=10.0)]
     assert re.search(message, " ".join(found)), found
     for error in found:
         assert re.search(message, error) or "failed, so rank" in error, found
