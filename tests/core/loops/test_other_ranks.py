@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.covering import others_long
 from tests.support.many import seeds
 from tests.support.other_ranks import EPOCHS, KINDS, Chain, Samples, check, loader_of, loss, network, seen_in
 from tests.support.workers import Workers
@@ -105,7 +106,13 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+SOME = (
+    *("more, in the tail", "from one process", "twice in one epoch", "whole batches", "windows", "rebalanced"),
+    *("ZeRO, saved while all have a batch", "FSDP2, saved while all have a batch"),
+)
+
+
+@pytest.mark.parametrize("name", others_long(CHAINS, *SOME))
 def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
     check(workers, CHAINS[name], tmp_path, train)
 
