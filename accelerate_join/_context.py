@@ -291,7 +291,10 @@ class AcceleratorContext:
             counts = self._driver.members.count is not None
             gives = self._driver.options.rebalance
             readers: list[Any] = []  # the loop's
-            trained_on = lambda: readers[0].trained_on if readers else 0  # noqa: E731
+
+            def trained_on() -> int:
+                return readers[0].trained_on if readers else 0
+
             begun = _positions.going_through(self._accelerator, loader, own_iter, trained_on, gives)
             with begun as (own, iterate, is_at_end, note_batch):
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):

@@ -37,6 +37,7 @@ from torch_join.integration import (
     LoaderPlace,
     Reader,
     draws_exactly,
+    in_turn,
     refuse_position,
     setting,
 )
@@ -328,9 +329,7 @@ class _ShardDealer(Dealer):
 
     def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], torch.Tensor, torch.Tensor]:
         with drawn():
-            order = [*self._sampler]
-        numbers = torch.arange(len(order))
-        return order, numbers % world, numbers // world
+            return in_turn([*self._sampler], world)
 
 
 def dealer_of(loader: PreparedLoader) -> Dealer | None:
@@ -344,8 +343,10 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
         batches = batches.batch_sampler
     if type(batches) is BatchSamplerShard:
         return None if batches.split_batches else _ShardDealer(batches)
-    found = dealer_of_own(drawn_from(loader))
-    return _ShardDealer(batches) if found is None and PartialState().num_processes == 1 else found
+    found, job = dealer_of_own(drawn_from(loader)), PartialState()
+    if found is None:
+        return _ShardDealer(batches) if job.num_processes == 1 else None
+    return found if (found.rank, found.world) == (job.process_index, job.num_processes) else None
 
 
 def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> PreparedLoader:

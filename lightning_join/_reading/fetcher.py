@@ -142,10 +142,9 @@ class ReadAheadFetcher(DataFetcher):
     def measure(self) -> Loaders:
         """Return, and note, what the dataloaders say now of their numbers of batches."""
         self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
-        if (
-            self._position is not None and not self.is_over and (length := self._position.length) is not None
-        ):  # of what others have left
-            self.said = replace(self.said, limits=[length], lengths=[length], full=[None])
+        left = None if self._position is None or self.is_over else self._position.length
+        if left is not None:  # the epoch goes on with what another number of ranks has left
+            self.said = replace(self.said, limits=[left], lengths=[left], full=[None])
         return self.said
 
     def _take_length(self) -> None:
@@ -219,7 +218,8 @@ class ReadAheadFetcher(DataFetcher):
             repeats: Whether the batch that was taken last is to be trained on when the epoch is resumed.
 
         Returns:
-            A place to `start` from, if the dataloaders have a state and this epoch's iterator has been made.
+            A place to `start` from, if this epoch's iterator has been made, and the dataloaders have a state or there
+            is only one.
         """
         if self.iterator is None:
             return None

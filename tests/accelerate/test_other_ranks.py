@@ -1,6 +1,5 @@
 """A script with Accelerate that goes on with another number of processes; see tests/support/other_ranks.py."""
 
-import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,12 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_join._loaders import dealer_of
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.many import seeds
-from tests.support.other_ranks import EPOCHS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.other_ranks import EPOCHS, Chain, Samples, check, drawn, loader_of, loss, network, seen_in
 from tests.support.workers import WorkerError, Workers
+from torch_join import UnpaddedDistributedSampler
 
 OWN = ("shares", "unpadded", "drawn")  # kinds of samplers that deal out themselves
 
@@ -23,6 +24,7 @@ OWN = ("shares", "unpadded", "drawn")  # kinds of samplers that deal out themsel
 def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any:
     world, before = chain.worlds[job], chain.worlds[job - 1]
     options = {"even_batches": False, "use_seedable_sampler": chain.seedable, "split_batches": chain.kind == "split"}
+    options["use_stateful_dataloader"] = chain.kind == "kept"
     with accelerator_of(rank, dataloader_config=DataLoaderConfiguration(**options)) as accelerator:
         torch.manual_seed(7)
         net, samples = network(), Samples(chain.count)
@@ -80,9 +82,12 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
     check(workers, CHAINS[name], tmp_path, train)
 
 
-def test_batches_that_are_split_are_refused(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["split", "kept"])
+def test_batches_that_are_split_and_loaders_with_a_state_are_refused(
+    workers: Workers, kind: str, tmp_path: Path
+) -> None:
     with pytest.raises(WorkerError, match="split_batches, dispatch_batches or use_stateful_dataloader"):
-        check(workers, Chain((2, 3), (1,), 36, "split", 6), tmp_path, train)
+        check(workers, Chain((2, 3), (1,), 36, kind, 6), tmp_path, train)
 
 
 class Stream(IterableDataset[int]):
@@ -111,20 +116,18 @@ def test_an_order_from_another_generator_is_refused(workers: Workers, tmp_path: 
         check(workers, Chain((1, 2), (1,), 20, "injected", seedable=False), tmp_path, train)
 
 
+def deals_out_to(rank: int, numbers: list[int]) -> list[bool]:
+    samples = Samples(9)
+    with accelerator_of(rank):
+        samplers = [UnpaddedDistributedSampler(samples, number, rank) for number in numbers]
+        loaders = [DataLoaderShard(samples, batch_size=2, sampler=sampler) for sampler in samplers]
+        return [dealer_of(loader) is not None for loader in loaders]
+
+
+def test_a_sampler_for_another_number_of_ranks_says_nothing_of_these(workers: Workers) -> None:
+    assert workers.run(2, deals_out_to, [2, 4]) == [[True, False]] * 2
+
+
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    one = random.Random(seed)
-    count, size = one.randrange(4, 61), one.randrange(1, 6)
-    worlds = [one.randrange(1, 5) for _ in range(3)]
-    chain = Chain(
-        worlds,
-        [one.randrange(1 + count // size // world) for world in worlds[:2]],
-        count,
-        one.choice(["injected", "injected", *OWN]),
-        size,
-        shuffle=one.random() < 0.7,
-        seedable=one.random() < 0.5 or 1 in worlds,
-        options={"weighting": one.choice(["world", "active", "samples"])},
-        later=[one.choice([0, 0, 1]) for _ in range(2)],
-    )
-    check(workers, chain, tmp_path, train)
+    check(workers, drawn(seed, ("injected", "injected", *OWN)), tmp_path, train)

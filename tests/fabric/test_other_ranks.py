@@ -1,6 +1,5 @@
 """A run of Fabric's that goes on with another number of ranks; see tests/support/other_ranks.py."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_join.fabric import DDPJoinStrategy
 from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.many import seeds
-from tests.support.other_ranks import EPOCHS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.other_ranks import EPOCHS, Chain, Samples, check, drawn, loader_of, loss, network, seen_in
 from tests.support.workers import Workers
 
 
@@ -63,13 +62,5 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
 
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    one = random.Random(seed)
-    count, size = one.randrange(4, 61), one.randrange(1, 6)
-    worlds = [one.randrange(1, 5) for _ in range(3)]
-    stops = [one.randrange(1 + count // size // world) for world in worlds[:2]]
-    options = {"weighting": one.choice(["world", "active", "samples"])}
-    rebalances = [one.random() < 0.3] * 3
-    kind = one.choice(["injected", "unpadded", "shares", "drawn", "buckets"])
-    chain = Chain(worlds, stops, count, kind, size, shuffle=one.random() < 0.7, rebalances=rebalances, options=options)
-    chain.later = [one.choice([0, 0, 1]) for _ in range(2)]
-    check(workers, chain, tmp_path, train)
+    kinds = ("injected", "unpadded", "shares", "drawn", "buckets")
+    check(workers, drawn(seed, kinds, rebalances=[seed % 3 == 0] * 3), tmp_path, train)

@@ -4,6 +4,7 @@ A chain of jobs, each with a number of ranks of its own, of which all but the la
 two of them in the same one, perhaps. One process makes the same steps.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,6 +108,28 @@ class Chain:
     def stop(self, job: int, first: int) -> tuple[int, int] | None:
         """The epoch and the step after which a job is stopped that has begun in an epoch."""
         return (first + self.later[job], self.stops[job]) if job < len(self.stops) else None
+
+
+def drawn(seed: int, kinds: Sequence[str], fewest: int = 1, sizes: int = 5, **chosen: Any) -> Chain:
+    """Return any chain of three jobs, each of which has so many ranks at least, and four at most."""
+    one = random.Random(seed)
+    count, size, worlds = (
+        one.randrange(8, 61),
+        one.randrange(1, 1 + sizes),
+        [one.randrange(fewest, 5) for _ in range(3)],
+    )
+    return Chain(
+        worlds,
+        [one.randrange(1 + count // size // world) for world in worlds[:2]],
+        count,
+        one.choice(kinds),
+        size,
+        shuffle=one.random() < 0.7,
+        seedable=one.random() < 0.5 or 1 in worlds,
+        options={"weighting": one.choice(["world", "active", "samples"])},
+        later=[one.choice([0, 0, 1]) for _ in range(2)],
+        **chosen,
+    )
 
 
 def loader_of(chain: Chain, rank: int, world: int) -> Any:

@@ -1,6 +1,5 @@
 """A training of Trainer's that goes on with another number of ranks; see tests/support/other_ranks.py."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import tests.support.front_ends.transformers  # noqa: F401  without it, version 
 from accelerate_join.transformers import JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.many import seeds
-from tests.support.other_ranks import EPOCHS, Chain, Samples, check, loss, network
+from tests.support.other_ranks import EPOCHS, Chain, Samples, check, drawn, loss, network
 from tests.support.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 counts epochs by this job's")
@@ -167,16 +166,4 @@ def test_the_same_number_of_ranks_counts_as_trainer_does(workers: Workers, tmp_p
 
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    one = random.Random(seed)
-    count, size = one.randrange(8, 61), one.randrange(1, 4)
-    worlds = [one.randrange(2, 5) for _ in range(3)]
-    chain = Chain(
-        worlds,
-        [one.randrange(1 + count // size // world) for world in worlds[:2]],
-        count,
-        size=size,
-        seedable=one.random() < 0.5,
-        options={"weighting": one.choice(["world", "active", "samples"])},
-        later=[one.choice([0, 0, 1]) for _ in range(2)],
-    )
-    check(workers, chain, tmp_path, train)
+    check(workers, drawn(seed, ["unpadded"], fewest=2, sizes=3), tmp_path, train)

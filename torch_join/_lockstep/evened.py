@@ -180,11 +180,11 @@ class Evened:
     def _steps(self, loader: EvenedLoader) -> _Steps:
         """Yield this rank's batches, and the end in steps without one."""
         rebalancing, reader = self._rebalancing, loader.reader(self._count is not None)
-        certain = reader.certain_length()
+        certain, plan = reader.certain_length(), None
         if loader.rebalances and rebalancing is not None and rebalancing.enabled:
             rebalancing.current = None  # of the loop before: not every reader begins a plan
             reader = reader.rebalanced(partial(self._plan, loader.length))
-        plan = None if rebalancing is None else rebalancing.current
+            plan = rebalancing.current
         batch, counted = self._take(reader, plan)
         everyone = self._begin(loader, batch, certain)
         if plan is not None:

@@ -64,8 +64,7 @@ class Dealer:
                 order = [*self._as(0, 1)]
             if self._sampler.drop_last:
                 order = order[: len(order) // world * world]
-            numbers = torch.arange(len(order))
-            return order, numbers % world, numbers // world
+            return in_turn(order, world)
         shares, now = ([self._share(rank, of, drawn) for rank in range(of)] for of in (world, self.world))
         if _counted(shares) != _counted(now) or max(_counted(shares).values(), default=1) > 1:
             raise UnsupportedError(
@@ -94,6 +93,12 @@ class Dealer:
     def _share(self, rank: int, world: int, drawn: Callable[[], Any]) -> list[Any]:
         with drawn():
             return [*self._as(rank, world)]
+
+
+def in_turn(order: Sequence[Any], world: int) -> tuple[Sequence[Any], Tensor, Tensor]:
+    """Return an order as `Dealer.order` does, if each of so many ranks gets one after the other."""
+    numbers = torch.arange(len(order))
+    return order, numbers % world, numbers // world
 
 
 def _counted(shares: Sequence[Sequence[Any]]) -> Counter[Any]:
@@ -206,8 +211,7 @@ def left_of(
     left = torch.arange(len(order))
     for number, deal in enumerate(deals):
         if number:
-            dealt = torch.arange(len(left))
-            places, ranks = dealt // deal["world"], dealt % deal["world"]
+            _, ranks, places = in_turn(left, deal["world"])  # type: ignore[arg-type]
         rest = places >= torch.tensor(deal["taken"], dtype=torch.int64)[ranks] * deal["batch"]
         left, places, ranks = left[rest], places[rest], ranks[rest]
     if is_new and dealer.rank == 0:

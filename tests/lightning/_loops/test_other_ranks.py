@@ -1,6 +1,5 @@
 """A fit that goes on with another number of ranks; see tests/support/other_ranks.py."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_join import DDPJoinStrategy
 from tests.support.front_ends.lightning import ANY_CHECKPOINT, lightning_accelerator
 from tests.support.many import seeds
-from tests.support.other_ranks import EPOCHS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.other_ranks import EPOCHS, Chain, Samples, check, drawn, loader_of, loss, network, seen_in
 from tests.support.workers import Workers
 
 
@@ -119,13 +118,5 @@ def test_a_checkpoint_from_before_the_resumed_epoch_has_begun(workers: Workers, 
 
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    one = random.Random(seed)
-    count, size = one.randrange(8, 61), one.randrange(1, 6)
-    worlds = [one.randrange(2, 5) for _ in range(3)]
-    stops = [one.randrange(1 + count // size // world) for world in worlds[:2]]
-    options = {"weighting": one.choice(["world", "active", "samples"])}
-    rebalances = [one.random() < 0.3] * 3
-    kind = one.choice(["injected", "unpadded", "shares", "drawn"])
-    chain = Chain(worlds, stops, count, kind, size, shuffle=one.random() < 0.7, rebalances=rebalances, options=options)
-    chain.later = [one.choice([0, 0, 1]) for _ in range(2)]
-    check(workers, chain, tmp_path, train)
+    kinds = ("injected", "unpadded", "shares", "drawn")
+    check(workers, drawn(seed, kinds, fewest=2, rebalances=[seed % 3 == 0] * 3), tmp_path, train)
