@@ -8,8 +8,8 @@ The contract relied on: a `DataLoader` draws its base seed, and then asks its sa
 torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of something that it holds.
 """
 
-import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from itertools import chain, islice
@@ -24,6 +24,7 @@ from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
     global_kept,
+    has_epoch,
     own_drawing,
     parts_of,
     reuses_workers,
@@ -31,12 +32,14 @@ from torch_join._schedule.drawing import (
     set_drawing,
     set_global,
     set_own,
+    told_epochs,
     walk,
 )
 from torch_join._schedule.stateful import (
     begin_anew,
     check_order,
     epochs_of,
+    forget_states,
     is_finished,
     keeps_place,
     resumed_at,
@@ -48,7 +51,17 @@ from torch_join._schedule.stateful import (
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
 _NAMES = "give each a name: `join.batches(loader, name=...)`."
-_EVERY = 64  # reads, from one state of a loader that is read ahead to the next
+EVERY = 64  # reads, from one state of a loader that is read ahead to the next
+
+
+class SideBySide:
+    """A loader that goes through several at once, which keep their own places: a framework derives a class.
+
+    Attributes:
+        loaders: Those.
+    """
+
+    loaders: Sequence[Any]
 
 
 class Position:
@@ -57,7 +70,7 @@ class Position:
     Args:
         loader: What is gone through.
         place: Where to go on; by default at the begin.
-        ahead: Whether batches are read before the one in hand is done with.
+        ahead: After how many reads the loader's state is kept, if batches are read before the one in hand is done with.
         after: Whether this is the next loop after one that has gone on at a place.
 
     Attributes:
@@ -69,20 +82,22 @@ class Position:
         JoinValueError: The place is one in another loader.
     """
 
-    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: bool = False, after: bool = False) -> None:
+    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: int = 0, after: bool = False) -> None:
         # Of `windows` the loader that these are made of, in windows of so many.
         self._windows: Any = loader if hasattr(type(loader), "over") else None
         self._size: int = 1 if self._windows is None else loader.size
         self._loader = loader = loader if self._windows is None else loader.loader
+        self._parts: Sequence[Any] = loader.loaders if isinstance(loader, SideBySide) else [loader]
         self._deals: list[Deal] = [] if place is None or place["over"] else place["deals"]
         self._start: int = place["start"] if place is not None and self._deals else 0
         self._seeds: dict[str, Any] | None = None
         self._all_left: int | None = None  # of an epoch that is dealt out anew, for this rank: its batches
         self._stateful = keeps_place(loader) and not self._deals
-        self.keeps = ahead and self._stateful
-        # The last two, how many batches had been read before, and what its own generators were then.
-        self._states: list[tuple[int, Any, Any]] = []
+        self.keeps, self._every = bool(ahead) and self._stateful, ahead
+        # The last ones, how many batches had been read before, and what its own generators were then.
+        self._states: deque[tuple[int, Any, Any]] = deque()
         self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
+        self._restored = -1  # after how many batches the last state that is kept is the one that it was given
         restored: list[Any] = [] if place is None else place.pop("restored", [])
         if place is None or place["over"]:
             self.first = 0
@@ -105,14 +120,22 @@ class Position:
             restored += [thing for _, thing in parts_of(loader)]
         self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
 
-    def keep(self, read: int) -> None:
-        """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others."""
-        if (read - self.first) % _EVERY == 0:
-            try:
-                state = deepcopy(self._loader.state_dict())
-            except Exception as error:  # for whoever asks for a place
-                state = error
-            self._states = [*self._states[-1:], (read, state, own_drawing(self._loader))]
+    def keep(self, read: int, taken: int) -> None:
+        """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others.
+
+        Args:
+            read: How many batches have been read.
+            taken: How many have been trained on, at least, when a place is asked for next.
+        """
+        if (read - self.first) % self._every or (self._states and self._states[-1][0] == read):
+            return
+        try:
+            state = deepcopy(self._loader.state_dict())
+        except Exception as error:  # for whoever asks for a place
+            state = error
+        self._states.append((read, state, own_drawing(self._loader)))
+        while len(self._states) > 1 and self._states[1][0] <= taken:
+            self._states.popleft()
 
     def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
         """Return where this rank stands: what can be given to another `Position`, in another process.
@@ -128,7 +151,7 @@ class Position:
         if self._at_end is not None:
             return self._at_end
         state, again, now = None, 0, own_drawing(self._loader)
-        if self._stateful and read > taken:
+        if self._stateful and (read > taken or read == self._restored):
             read, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
             again = taken - read
             if isinstance(state, Exception):
@@ -150,7 +173,7 @@ class Position:
             "loader": _describe(self._loader, self._size, ended),
             "begun": saved_drawing(self._begun),
             "now": saved_drawing(now),
-            "epochs": epochs_of([self._loader]),
+            "epochs": epochs_of(self._parts),
             "state": state,
             "again": again,  # how many batches to read after the state, and to leave out
         }
@@ -185,9 +208,14 @@ class Position:
             if state is None:
                 return _skip(loader, taken, place["begun"]["reuses"])
             loader.load_state_dict(deepcopy(state))  # it may go on changing it
-            with resumed_at([loader], place["epochs"], taken):
+            with resumed_at(self._parts, place["epochs"], taken):
                 iterator = iter(loader)
+            if not taken:  # before its first batch, what a stream shows is its end in the epoch before
+                forget_states(self._parts)
             set_own(loader, place["now"])  # torchdata's draws no base seed here
+            # One that is asked for its state before it is read forgets which it was given (LitData's).
+            self._states.append((self.first - place["again"], state, place["now"]))
+            self._restored = self.first
             return _read_past(iterator, place["again"] * self._size)
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
@@ -200,14 +228,18 @@ class Position:
         loader = self._loader
         before, now = own_drawing(loader), place["now"]
         # A dataset that applies its state in all iterators of an epoch would be at that end once more.
-        if self._stateful and place["state"] is not None and place["epochs"] == [None]:
+        if self._stateful and place["state"] is not None and not any(each is not None for each in place["epochs"]):
+            told = told_epochs(loader, drawing(loader))  # of the loop that comes
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
                 if hasattr(loader, "next_iter_state"):
                     iter(loader)  # torchdata's begins anew at once
                 else:
-                    with resumed_at([loader], place["epochs"], place["taken"]):
-                        _read_past(iter(loader), sys.maxsize)
+                    with resumed_at(self._parts, place["epochs"], place["taken"]):
+                        _read_past(iter(loader), 1)  # it is at its end, or was left
+            for thing, epoch in told:
+                if has_epoch(thing):
+                    thing.set_epoch(epoch)
         shared = {name for name, thing in parts_of(loader) if any(thing is one for one in restored)}
         kept = {of: {name: state for name, state in before[of].items() if name in shared} for of in before}
         set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
@@ -258,7 +290,7 @@ def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
     """Prepare a loader for the first loop after one that has gone on at a place."""
-    begin_anew([loader], place["epochs"])
+    begin_anew(loader.loaders if isinstance(loader, SideBySide) else [loader], place["epochs"])
 
 
 class Order:

@@ -15,7 +15,7 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
-from torch_join._schedule.positions import LoaderPlace, Position
+from torch_join._schedule.positions import EVERY, LoaderPlace, Position
 from torch_join._schedule.rebalancer import Source
 from torch_join._tail.refills import RefillGuard
 
@@ -53,7 +53,7 @@ class Reader(Source, Generic[T]):
     def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
         self._loader = loader
         self.pulling = self._left = False
-        self._position = Position(loader, place, self._reads_ahead, after)
+        self._position = Position(loader, place, EVERY * self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator
         self.taken = self._position.first
         self._ahead: deque[T] = deque()
@@ -75,7 +75,7 @@ class Reader(Source, Generic[T]):
 
     def _read(self) -> T:
         if self._position.keeps:
-            self._position.keep(self.taken + len(self._ahead))
+            self._position.keep(self.taken + len(self._ahead), self.trained_on)
         if self._guard is None:
             return next(self._iterator)
         return self._guard.read([*chain(*self._reserved), *self._ahead], lambda: next(self._iterator))
