@@ -117,10 +117,10 @@ def set_limits(loader: CombinedLoader, limits: list[int | float]) -> None:
 
 
 class _Watched:
-    """An iterator that remembers whether it has ended."""
+    """An iterator that remembers whether it has ended, and calls `act` when it does."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
+    def __init__(self, iterator: Iterator[Any], act: Callable[[], None]) -> None:
+        self.iterator, self._act = iterator, act
         self.ended = False
 
     def __iter__(self) -> "_Watched":
@@ -130,28 +130,21 @@ class _Watched:
         try:
             return next(self.iterator)
         except StopIteration:
-            self.ended = True
+            if not self.ended:
+                self.ended = True
+                self._act()
             raise
 
 
-def watch_ends(loader: CombinedLoader) -> None:
-    """Prepare an iterator that has just been made for `ended_parts`."""
-    iterator: Any = loader._iterator
-    if loader._mode == "max_size":
-        iterator.iterators = [_Watched(part) for part in iterator.iterators]
+def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> None:
+    """Prepare an iterator that has just been made for `ended_parts`, and have `act` called with a part that ends.
 
-
-def act_at_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> None:
-    """Call `act` with a part that is cycled where it comes to its first end, before its next iterator is made."""
+    A part that is cycled begins again then.
+    """
     iterator: Any = loader._iterator
-    if loader._mode == "max_size_cycle":
+    if loader._mode in ("max_size", "max_size_cycle"):
         parts = zip(iterator.iterators, loader.flattened, strict=True)
-        iterator.iterators = [_then(its, partial(act, [part])) for its, part in parts]
-
-
-def _then(iterator: Iterator[Any], act: Callable[[], None]) -> Iterator[Any]:
-    yield from iterator
-    act()
+        iterator.iterators = [_Watched(its, partial(act, [part])) for its, part in parts]
 
 
 def ended_parts(loader: CombinedLoader) -> list[bool]:

@@ -43,33 +43,32 @@ from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
 from torch_join._schedule.drawing import global_kept, has_epoch, set_own, told_epochs
 from torch_join._schedule.plan import steps_of
-from torch_join._schedule.positions import LoaderPlace, Order, Position, dealt_among
+from torch_join._schedule.positions import LoaderPlace, Order, Position, SideBySide, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._schedule.stateful import begin_anew, epochs_of, forget_states, resumed_at
+from torch_join._schedule.stateful import forget_states, resumed_at
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
-from torch_join._tail.resuming import Resuming, state_of
+from torch_join._tail.resuming import VERSION, Resuming, state_of
 from torch_join.gather_in_order import gather_given, gather_in_order
 from torch_join.join import Join
 from torch_join.rows_file import FileRows, RowsPart, read_rows
 
 # fmt: off
 __all__ = [
-    "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord", "Evened",
+    "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord", "Evened",
     "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint",
     "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Position", "RankRecord", "ReadStep", "Reader",
-    "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "StepDriver", "StepMirror", "begin_anew", "broadcast",
-    "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "dealt_among", "draws_exactly",
-    "driver_of", "epochs_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given",
-    "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward",
-    "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model",
-    "join_rows", "join_with", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops",
-    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of",
-    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
-    "whole_signature",
+    "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver", "StepMirror", "broadcast",
+    "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly", "driver_of",
+    "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order", "gather_objects",
+    "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
+    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
+    "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows",
+    "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
+    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

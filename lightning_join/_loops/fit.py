@@ -13,16 +13,27 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
 from lightning_join._logging.results import JoinResultCollection, check_monitored
-from lightning_join._loops.resuming import KEY, check_world, goes_on_in_order, is_dealt_anew
+from lightning_join._loops.resuming import (
+    KEY,
+    as_state,
+    check_limit,
+    check_world,
+    goes_on,
+    is_dealt_anew,
+    of_lightning,
+    record_in,
+    why_unknown,
+)
 from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
+from lightning_join._reading.combined import states_in
 from lightning_join._reading.evened import evened
-from lightning_join._reading.fetcher import Place, ReadAheadFetcher
+from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
-from torch_join.integration import dealt_among, epochs_of, name_ranks, setting, steps_of
+from torch_join.integration import VERSION, LoaderPlace, Resuming, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "validate")
 
@@ -37,12 +48,12 @@ class JoinFitLoop(FitLoop):
     _lengths: Sequence[int | float] = ()
     _has_warned = False
     _steps: int | float = -1  # what follows from them, or from a plan
-    _stateful = False  # whether some rank's dataloaders have a state
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
     _max_sent_per_step: list[int] | None = None  # by rank, in the epoch that is resumed
     _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
     _was_even = False  # whether there was nothing to rebalance in it
-    _last_place: Place | None = None  # where this rank was when the fit ended
+    _last_place: LoaderPlace | None = None  # where this rank was when the fit ended
+    _resuming: Resuming | None = None
 
     def run(self) -> None:
         strategy, epoch_loop = cast(Any, self.trainer.strategy), cast(Any, self.epoch_loop)
@@ -72,7 +83,7 @@ class JoinFitLoop(FitLoop):
         if loader is None or self._data_fetcher is before:
             return
         self._last_train_dl_reload_epoch = trainer.current_epoch  # also where all are empty
-        self._data_fetcher = fetcher = ReadAheadFetcher()
+        self._data_fetcher = fetcher = ReadAheadFetcher(self.resuming)
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
@@ -80,6 +91,13 @@ class JoinFitLoop(FitLoop):
         _loaders.check(everyone)
         _loaders.warn(everyone)
         iter(fetcher)
+
+    @property
+    def resuming(self) -> Resuming:
+        """What begins epochs where a checkpoint says."""
+        if self._resuming is None:
+            self._resuming = Resuming(self.trainer.global_rank, self.trainer.world_size)
+        return self._resuming
 
     @property
     def fetcher(self) -> ReadAheadFetcher:
@@ -96,8 +114,6 @@ class JoinFitLoop(FitLoop):
         trainer: Any = self.trainer
         fetcher.limit = trainer.limit_train_batches
         everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
-        rebalances = rebalancing_of(self.trainer) is not None
-        self._stateful = rebalances or any(each.stateful for each in everyone)
         self.is_planned = any(any(each.planned) for each in everyone)
         self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
         return everyone
@@ -264,8 +280,7 @@ class JoinFitLoop(FitLoop):
     # ------------------------------------------------------------ every rank's place, in checkpoints
     #
     # Lightning saves the state of rank 0's dataloaders, after what has been read ahead, and gives it to every rank.
-    # Here the file holds each rank's own, as of the batches that training has taken. A dataloader without a state goes
-    # on by what drew its order; several of them begin anew, as Lightning documents.
+    # Here the file holds each rank's own, as of the batches that training has taken, as loops of the user's save it.
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Collect every rank's place on rank 0; all ranks meet.
@@ -289,20 +304,17 @@ class JoinFitLoop(FitLoop):
                 " these batches out. Save after the optimizer's step."
             )
         state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # Lightning's own is what this replaces
-        if not self._stateful:
-            return state
         progress: Any = self.epoch_loop.batch_progress
         record = self._record or {
             "step": progress.current.processed,
             "over": progress.current.ready == progress.current.processed and progress.is_last_batch,
-            "world_size": trainer.world_size,
             **self._plan_now(progress.current.processed),
         }
         places = self._gather(self._place()) if self._record is None else self._record["places"]
-        if any(place is not None for place in places.values()):
-            state[KEY] = {**record, "places": places}
-        if (place := places.get(0)) is not None and "order" not in place:
-            state["combined_loader"] = place["states"]  # what Lightning's own strategies look for
+        if any(place is not None for place in places):
+            state[KEY] = {**record, "version": VERSION, "places": places}
+        if (place := places[0]) is not None and (states := states_in(place)):
+            state["combined_loader"] = states  # what Lightning's own strategies look for
         return state
 
     def _plan_now(self, step: int) -> dict[str, Any]:
@@ -323,10 +335,7 @@ class JoinFitLoop(FitLoop):
         self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
         return most[rank] if most is not None else None, rank in unknown, even
 
-    def _place(self) -> Place | None:
-        if self._record is not None:  # saved before the resumed epoch has begun
-            place: Place | None = self._record["places"].get(self.trainer.global_rank)
-            return place
+    def _place(self) -> LoaderPlace | None:
         fetcher = self._data_fetcher
         if not isinstance(fetcher, ReadAheadFetcher):
             return self._last_place
@@ -334,128 +343,79 @@ class JoinFitLoop(FitLoop):
         in_step = progress.ready > progress.processed and not strategy_of(self.trainer).joined
         return fetcher.place(repeats=in_step)
 
-    def _gather(self, place: Place | None) -> dict[int, Place | None]:
+    def _gather(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
         trainer = self.trainer
         # Not over the channel, which is closed after the fit; and each state goes to the rank that writes only.
         places: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(place, places)
-        return {trainer.global_rank: place} if places is None else dict(enumerate(places))
+        return places or [place if rank == trainer.global_rank else None for rank in range(trainer.world_size)]
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._record = state_dict.get(KEY)
+        self._record = record_in(state_dict)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the epoch that is resumed goes on in the order of dataloaders without a state."""
-        return goes_on_in_order(self._record)
+        """Whether the epoch that is resumed goes on where all ranks were in their dataloaders."""
+        return goes_on(self._record)
 
     @property
     def is_resized(self) -> bool:
         """Whether another number of ranks has made some steps of the epoch that is about to go on."""
-        return is_dealt_anew(self._record, self.trainer.world_size)
+        return self._record is not None and is_dealt_anew(self._record, self.trainer.world_size)
 
     def start_reading(self, fetcher: ReadAheadFetcher) -> None:
         """Make the epoch's iterator, in the first epoch after a checkpoint where that left off.
 
         Raises:
-            UnsupportedError: On all ranks, if another number of ranks has written the checkpoint.
+            JoinValueError: On all ranks, if other ranks have written the checkpoint, and what is left is not known.
+            UnsupportedError: The epoch was begun in another way than it is to go on.
             JoinError: The epoch has become shorter than what was trained of it.
         """
-        trainer = self.trainer
-        record, self._record = self._record, None
+        trainer, record, self._record = self.trainer, self._record, None
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
-        resumes = self.epoch_loop.batch_progress.current.ready > 0
-        place = None if record is None else record["places"].get(trainer.global_rank)
-        goes_on = goes_on_in_order(record)
-        if place is not None and isinstance(place.get("order"), str):
-            place = None  # nobody could have its order again
-        elif place is not None and "order" in place:
-            limits = trainer.limit_train_batches
-            if place["order"]["deals"] and resumes and (isinstance(limits, int) or limits != 1.0):
-                check_world(place["order"]["deals"][-1]["world"], trainer.world_size, is_over=False)
-            place = {**place, "order": {**place["order"], "plan": None, "world": trainer.world_size}}
-        stateless = [part for part in fetcher.combined_loader.flattened if not isinstance(part, _compat.Stateful)]
-        begins_anew = resumes and stateless and not goes_on
-        if begins_anew and self.max_batches == float("inf"):  # where Lightning itself does not warn
-            rank_zero_warn(
-                "You're resuming from a checkpoint that was written amid an epoch, and the train dataloaders have no"
-                f" state ({', '.join(sorted({type(part).__name__ for part in stateless}))}) and no length: they begin"
-                " anew, so that what was trained on of that epoch is trained on twice. Resume from a checkpoint of an"
-                " epoch's end, or use a dataloader with `state_dict` and `load_state_dict`."
+        ready = self.epoch_loop.batch_progress.current.ready
+        is_resized = record is not None and len(record["places"]) != trainer.world_size
+        if record is not None:
+            self._go_on(record, fetcher.keeper, resumes=ready > 0)
+        elif states and ready > 0:
+            self.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
+        if ready > 0 and self.resuming.place is None and self.max_batches == float("inf"):
+            rank_zero_warn(  # where Lightning itself does not
+                "You're resuming from a checkpoint that was written amid an epoch, and of the train dataloaders it is"
+                f" known neither how long they are nor where they were ({why_unknown(record)}): they begin anew, so"
+                " that what was trained on of that epoch is trained on twice. Resume from a checkpoint of an epoch's"
+                " end, or use a dataloader with `state_dict` and `load_state_dict`."
             )
-        if record is None:
-            fetcher.start(self._as_lightning(states) if states and resumes else None)
-            return
-        self._max_sent_per_step, self._unsaid = (
-            (record.get("max_sent_per_step", record.get("most_gifts")), record.get("unknown", ()))  # by its old name
-            if resumes
-            else (None, ())
-        )
-        self._was_even = resumes and not record["over"] and record.get("even", False)
-        if self._max_sent_per_step is not None and not record["over"] and rebalancing_of(trainer) is None:
-            raise UnsupportedError(
-                "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
-                " that were made are not the batches that each rank has used. Resume with rebalance=True, or from a"
-                " checkpoint of an epoch's end."
-            )
-        if record["world_size"] != trainer.world_size:
-            self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
-            self._start_in_another_world(fetcher, record, resumes)
-            return
-        over = None
-        if place is not None and record["step"] and not resumes:
-            over = place
-            if place["states"]:  # else there is nothing to bring to its end
-                self._end_epoch(fetcher, place)
-            place = None
         try:
-            fetcher.start(place, over)
+            fetcher.start()
         except StopIteration as error:  # which would end the fit on this rank alone
             raise JoinError(
                 "A train dataloader has come to its end before the place in the epoch at which the checkpoint was"
                 " written. In the epoch that is resumed it must yield the batches that it yielded then."
             ) from error
+        if is_resized and record is not None and record["over"] and ready > 0:
+            fetcher.end_here()
 
-    def _end_epoch(self, fetcher: ReadAheadFetcher, place: Place) -> None:
-        # The state counts samples of the epoch before, which may have been longer.
-        progress: Any = self.epoch_progress.current
-        epoch = progress.processed
-        for shown in (epoch - 1, epoch):
-            for part in fetcher.combined_loader.flattened:
-                _compat.set_sampler_epoch(part, max(shown, 0))
-            if shown < epoch:
-                fetcher.end_at(place)
-
-    def _as_lightning(self, states: list[dict[str, Any]]) -> Place | None:
-        rank_zero_warn(
-            "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
-            " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
-            " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
-        )
-        loader = self._combined_loader
-        assert loader is not None
-        if not any(isinstance(part, _compat.Stateful) for part in loader.flattened):
-            return None
-        taken = self.epoch_loop.batch_progress.current.ready
-        epochs = epochs_of(loader.flattened)
-        return {"states": states, "epochs": epochs, "cycled": [], "skipped": 0, "taken": taken, "left": False}
-
-    def _start_in_another_world(self, fetcher: ReadAheadFetcher, record: dict[str, Any], resumes: bool) -> None:
-        world, rank, step = self.trainer.world_size, self.trainer.global_rank, record["step"]
-        is_over, known = not resumes or record["over"], goes_on_in_order(record)
-        limits = self.trainer.limit_train_batches
-        orders = [record["places"][other]["order"] for other in range(record["world_size"])] if known else []
-        known = known and all(order["dealt"] is not None for order in orders)
-        if is_over or not known or isinstance(limits, int) or limits != 1.0:
-            if not (is_over and known):
-                check_world(record["world_size"], world, is_over)
-            over = dealt_among(orders, world, step, over=True)[rank] if known and step else None
-            fetcher.start(over=None if over is None else {"order": over})
-            if resumes:
-                fetcher.end_here()
-            return
-        order = dealt_among(orders, world, step)[rank]
-        assert order is not None
-        place = {"states": [], "epochs": [], "cycled": [], "skipped": 0, "taken": step, "left": False}
-        fetcher.start({**place, "order": {**order, "left": False, "world": world}})
+    def _go_on(self, record: dict[str, Any], keeper: Any, resumes: bool) -> None:
+        """Have the epoch that begins go on where a record says."""
+        trainer: Any = self.trainer
+        is_over, is_other = record["over"] or not resumes, len(record["places"]) != trainer.world_size
+        most = record.get("max_sent_per_step") if resumes else None
+        if most is not None and not record["over"] and rebalancing_of(trainer) is None:
+            raise UnsupportedError(
+                "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
+                " that were made are not the batches that each rank has used. Resume with rebalance=True, or from a"
+                " checkpoint of an epoch's end."
+            )
+        if is_other:
+            check_world(record, trainer.world_size, is_over, trainer.limit_train_batches)
+        elif resumes:
+            self._max_sent_per_step, self._unsaid = most, record.get("unknown", ())
+            self._was_even = not record["over"] and record.get("even", False)
+            if is_dealt_anew(record, trainer.world_size):
+                check_limit(trainer.limit_train_batches)
+        if record["step"] or not is_other:
+            self.resuming.load(
+                as_state(record, keeper, over=record["step"] > 0 and (is_over if is_other else not resumes))
+            )

@@ -4,22 +4,83 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_join._compat import Stateful
+from lightning_join._reading.combined import Combined, state_of
 from torch_join import UnsupportedError
+from torch_join.integration import VERSION, LoaderPlace, place_of_state
 
 KEY = "torch_join"
 
 
-def goes_on_in_order(record: dict[str, Any] | None) -> bool:
-    """Whether all ranks' orders are known, as of dataloaders without a state."""
-    places = [] if record is None else record["places"].values()
-    return bool(places) and all(place is not None and isinstance(place.get("order"), dict) for place in places)
+def record_in(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a loop's state in a checkpoint says of the ranks' places, as this version writes it.
+
+    What 0.2.0 has written, which the next release reads no more, has no version.
+    """
+    record: dict[str, Any] | None = state.get(KEY)
+    if record is None or "version" in record:
+        return record
+    places = [record["places"].get(rank) for rank in range(record["world_size"])]
+    return {**record, "places": places, "max_sent_per_step": record.get("max_sent_per_step", record.get("most_gifts"))}
 
 
-def is_dealt_anew(record: dict[str, Any] | None, world_size: int) -> bool:
+def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
+    """Return what `Resuming.load` takes.
+
+    Args:
+        record: What `record_in` returned.
+        keeper: What has a place on this rank.
+        over: Whether the epoch is.
+    """
+    known = [_placed(place, keeper) for place in record["places"]]
+    return _state(record["step"], [place and {**place, "over": over} for place in known], over)
+
+
+def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
+    """Return the same for a checkpoint of another strategy, which has the states of rank 0's dataloaders."""
+    rank_zero_warn(
+        "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
+        " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
+        " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
+    )
+    loaders = keeper.loaders if isinstance(keeper, Combined) else [keeper]
+    is_stateful = any(isinstance(each, Stateful) for each in loaders)
+    old = {"states": states if is_stateful else [], "cycled": [], "epochs": None, "taken": taken}
+    return _state(taken, [_placed({**old, "skipped": 0, "left": False}, keeper)] * world_size)
+
+
+def _state(step: int, places: list[LoaderPlace | None], over: bool = False) -> dict[str, Any]:
+    return {"version": VERSION, "name": "", "step": step, "over": over, "places": places, "others": {}}
+
+
+def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
+    if place is None or not _is_known(place):
+        return None
+    if "states" not in place:
+        return place
+    state, taken = state_of(keeper, place["states"], place["cycled"]), place["taken"] + place["skipped"]
+    found = place_of_state(keeper, state, taken, place["epochs"])
+    return {**found, "skipped": place["skipped"], "has_left": place["left"]}
+
+
+def _is_known(place: LoaderPlace | None) -> bool:
+    return place is not None and "refused" not in place and place.get("states") != []
+
+
+def goes_on(record: dict[str, Any] | None) -> bool:
+    """Whether all ranks' places are known."""
+    return record is not None and all(map(_is_known, record["places"]))
+
+
+def why_unknown(record: dict[str, Any] | None) -> str:
+    """Return why some rank's place is not known."""
+    places = [] if record is None else record["places"]
+    return next((place["refused"] for place in places if place and "refused" in place), "the checkpoint does not say")
+
+
+def is_dealt_anew(record: dict[str, Any], world_size: int) -> bool:
     """Whether so many ranks go on with an epoch of which others have made steps, so that its length is no limit."""
-    if record is None or record["world_size"] != world_size:
-        return record is not None
-    return goes_on_in_order(record) and any(place["order"]["deals"] for place in record["places"].values())
+    return len(record["places"]) != world_size or any(place and place.get("deals") for place in record["places"])
 
 
 def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
@@ -29,28 +90,51 @@ def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
         UnsupportedError: Several ranks have written it in an epoch.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {})
-    record = state.get("state_dict", {}).get(KEY)
-    if not fitting or record is None or record["world_size"] == 1:
+    record = record_in(state.get("state_dict", {}))
+    if not fitting or record is None or len(record["places"]) == 1:
         return
     epochs = state["epoch_progress"]["current"]
-    check_world(record["world_size"], 1, is_over=epochs["ready"] == epochs["processed"])
+    check_world(record, 1, is_over=epochs["ready"] == epochs["processed"], limit=0)
     state["state_dict"].pop("combined_loader", None)
 
 
-def check_world(ranks: int, world_size: int, is_over: bool) -> None:
-    """Raise for a checkpoint from the middle of an epoch that other ranks have written.
+def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: float) -> None:
+    """Raise for a checkpoint of other ranks from the middle of an epoch whose rest cannot be known here.
+
+    Args:
+        record: What `record_in` returned.
+        world_size: How many ranks there are now.
+        is_over: Whether the epoch is over.
+        limit: How much is used of the dataloaders.
 
     Raises:
         UnsupportedError: It is one.
     """
-    if not is_over:
+    world, places = len(record["places"]), record["places"]
+    if not is_over and record["step"] and world_size > 1:
+        return check_limit(limit)
+    if not is_over and record["step"]:
         raise UnsupportedError(
-            f"The checkpoint was written in the middle of an epoch by {ranks} ranks, and this job has {world_size}."
-            " What is left is known with two ranks or more, one DataLoader without a state whose sampler deals out one"
-            " order to all ranks (Lightning's, or one that says its `rank` and `num_replicas`), and"
-            f" limit_train_batches=1.0. Resume with {ranks} ranks, or from a checkpoint of an epoch's end."
+            f"The checkpoint was written in the middle of an epoch by {world} ranks, and this job has one process,"
+            " whose loops are Lightning's own. Resume with two ranks or more, or from a checkpoint of an epoch's end."
         )
-    rank_zero_warn(
-        f"The checkpoint was written by {ranks} ranks and this job has {world_size}, so the states of its"
-        " dataloaders are left out: the next epoch begins with new ones."
-    )
+    if not all(place and place.get("dealt") for place in places):
+        rank_zero_warn(
+            f"The checkpoint was written by {world} ranks and this job has {world_size}, so the states of its"
+            " dataloaders are left out: the next epoch begins with new ones."
+        )
+    return None
+
+
+def check_limit(limit: float) -> None:
+    """Raise where the rest of an epoch that other ranks have begun is limited.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    if isinstance(limit, int) or limit != 1.0:
+        raise UnsupportedError(
+            "The checkpoint was written in the middle of an epoch by another number of ranks, and limit_train_batches"
+            f"={limit}: of what is left nobody can say which batches the limit leaves. Resume with limit_train_batches"
+            "=1.0, with as many ranks, or from a checkpoint of an epoch's end."
+        )

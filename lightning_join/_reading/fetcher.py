@@ -2,8 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +9,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_join import _compat
-from lightning_join._compat import DataFetcher, PrefetchDataFetcher
+from lightning_join._compat import CombinedLoader, DataFetcher, PrefetchDataFetcher
+from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
 from torch_join import UnsupportedError
-from torch_join.integration import (
-    Position,
-    RefillGuard,
-    begin_anew,
-    epochs_of,
-    forget_states,
-    is_length_certain,
-    resumed_at,
-)
-
-# Where a rank is in its dataloaders, in a checkpoint: `states` of those that have one, the `epochs` that datasets have
-# of their own, `cycled` (which of several loaders have come to their end), the numbers of batches `taken` and of those
-# left out (`skipped`), and whether the rest of the epoch is `left` unread. Of one without a state its `order` is there:
-# what `Position` says of it, or why nobody could have it again.
-Place = dict[str, Any]
+from torch_join.integration import LoaderPlace, Position, RefillGuard, Resuming, is_length_certain
 
 
 class _Begun:
@@ -80,6 +65,9 @@ class ReadAheadFetcher(DataFetcher):
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
     before the sampler is told the epoch when training is resumed.
 
+    Args:
+        resuming: Begins an epoch where it goes on.
+
     Attributes:
         limit: How many batches are used of an epoch's, or which share of them.
         said: What the dataloaders say of their numbers of batches, limits included.
@@ -88,22 +76,22 @@ class ReadAheadFetcher(DataFetcher):
         claimed: What the loader had said its length was, if it ended before that.
         taken: How many batches of this epoch have been taken.
         left: Whether this rank has left the epoch, though there may be more batches.
-        stateful: Whether some of the dataloaders have a state, or batches go to other ranks.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
         is_over: Whether the epoch has ended.
+        keeper: What has a place: the only dataloader, or all of them as one.
         next_step: Begins a step and returns its batch, which may be another rank's, or a stand-in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resuming: Resuming) -> None:
         super().__init__()
         self.limit: int | float = 1.0
         self.next_step: Callable[[ReadAheadFetcher], Any]
         self.said = Loaders([])
         self._has_read = False  # anything of this epoch
-        self.stateful = self.rebalances = self._has_state = False
-        self._resumed: list[Any] | None = None  # where this epoch has begun at a place: its `epochs`
-        self._position: Position | None = None  # of a dataloader without a state
-        self._goes_on = False  # whether it has gone on at a place
+        self.rebalances = False
+        self._resuming = resuming
+        self.keeper: Any = None
+        self._position: Position | None = None  # in this epoch
         self.is_over = False
         self.reset()
 
@@ -127,17 +115,14 @@ class ReadAheadFetcher(DataFetcher):
         self.claimed: int | None = None
         self.taken = self._skipped = 0
         self.left = False
-        # By step that is planned: the states before its batches.
-        self._reserved: deque[list[Place]] = deque()
+        # Before which read a batch came, batches of the fetcher's that were `None` among them: of those that have been
+        # read, of those of each step that is planned, and of the current step's first one.
+        self._before: deque[int] = deque()
+        self._reserved: deque[list[int]] = deque()
+        self._current: int | None = None
         self._in_step = 0  # batches of the step that is run now
         self._planned: list[Any] = []  # batches of the step that was planned last
         self._guard: RefillGuard | None = None
-        # The states before each read that a checkpoint does not know of yet: that of the batch which is trained on
-        # now, those of the batches that were read ahead, that of a read which found the end.
-        self._current: Place | None = None
-        self._newest: Place | None = None
-        self._begun_at: Place | None = None  # until something has been read
-        self._before: deque[Place] = deque()
 
     def measure(self) -> Loaders:
         """Return, and note, what the dataloaders say now of their numbers of batches."""
@@ -161,118 +146,77 @@ class ReadAheadFetcher(DataFetcher):
         else:
             self.length = None if length == float("inf") else int(length) - self._skipped
 
-    def start(self, place: Place | None = None, over: Place | None = None) -> None:
-        """Make the epoch's iterator.
+    def setup(self, combined_loader: CombinedLoader) -> None:
+        super().setup(combined_loader)
+        self.keeper = place_keeper(combined_loader)
 
-        Args:
-            place: Where to go on, if the epoch is resumed in the middle.
-            over: Where the one before has come to its end, if that was in another job.
+    def start(self) -> None:
+        """Make the epoch's iterator, where it goes on if it does.
 
         Raises:
             StopIteration: The loader has come to its end before the place.
         """
-        loader = self.combined_loader
-        self._has_state = any(isinstance(part, _compat.Stateful) for part in loader.flattened)
-        self.stateful = self.rebalances or self._has_state
-        if self._resumed is not None:
-            begin_anew(loader.flattened, self._resumed)
-        self._resumed = None
-        self._guard = RefillGuard(loader.flattened[0] if len(loader.flattened) == 1 else loader, gives=False)
-        after, self._position = self._goes_on, None
-        order = None if place is None else place.get("order")
-        self._goes_on, self.is_over = order is not None, False
-        if over is not None and isinstance(over.get("order"), dict):
-            order = {**over["order"], "over": True}
-        if len(loader.flattened) == 1 and not self._has_state and (place is None or order is not None):
-            own = loader.flattened
-            self._position = Position(own[0], order, after=after)
-            loader.flattened = [_Begun(self._position.iterator)]
-            try:
-                self.iterator = iter(loader)
-            finally:
-                loader.flattened = own
-        elif place is None:
-            self.iterator = iter(loader)
-        else:
-            self._resumed, self._begun_at = place["epochs"], place
-            loader._load_state_dicts(deepcopy(place["states"]))  # they may go on changing it
-            with resumed_at(loader.flattened, place["epochs"], place["taken"]):
-                self.iterator = iter(loader)
-            if not place["taken"]:  # before its first batch, what a stream shows is its end in the epoch before
-                forget_states(loader.flattened)
-            _compat.act_at_ends(loader, forget_states)
-        if self._has_state:
-            _compat.watch_ends(loader)
+        loader, place = self.combined_loader, self._resuming.place
+        self._guard = RefillGuard(loader if isinstance(self.keeper, Combined) else self.keeper, gives=False)
+        self.is_over = False
+        self._position = self._resuming.open(self.keeper, self._begin)
         self.taken = self.fetched  # as Lightning counts them, where no place says so
-        if place is not None:
-            _compat.set_cycled(loader, place["cycled"])
-            self.fetched = self.taken = place["taken"]
-            self._skipped, self.left = place["skipped"], place["left"]
+        if place is not None and not place["over"]:
+            anew = place["plan"] is not None  # dealt out to these ranks by others
+            self._skipped = 0 if anew else place["skipped"]
+            self.taken = self.fetched = place["taken"] - self._skipped
+            self.left = not anew and place["has_left"]
         self._take_length()
         self._has_read = False
 
-    def place(self, repeats: bool = False) -> Place | None:
+    def _begin(self, keeper: Any, place: LoaderPlace | None = None, after: bool = False) -> Position:
+        position = Position(keeper, place, ahead=1, after=after)
+        loader = self.combined_loader
+        if keeper is loader.flattened[0]:
+            loader.flattened = [_Begun(position.iterator)]
+            try:
+                self.iterator = iter(loader)
+            finally:
+                loader.flattened = [keeper]
+        else:
+            self.iterator = position.iterator
+        return position
+
+    def place(self, repeats: bool = False) -> LoaderPlace | None:
         """Return where training is in the dataloaders, whatever has been read ahead.
 
         Args:
             repeats: Whether the batch that was taken last is to be trained on when the epoch is resumed.
 
         Returns:
-            A place to `start` from, if this epoch's iterator has been made, and the dataloaders have a state or there
-            is only one.
+            A place to go on from, if this epoch's iterator has been made. It also says how many batches the fetcher has
+            `skipped`, and whether this rank `has_left`; or why it is `refused`.
         """
-        if self.iterator is None:
+        if self._position is None:
             return None
-        if self._position is not None:
-            return self._place_in_order(self._position, self.taken - (self._in_step if repeats else 0))
-        if not self.stateful:
-            return None
-        if repeats and self._current is not None:
-            return {**self._current, "taken": self.taken - self._in_step, "left": False}
-        reserved = [before for step in self._reserved for before in step]
-        before = reserved[0] if reserved else self._before[0] if self._before else self._snapshot()
-        return {**before, "taken": self.taken, "left": self.left}
+        read, repeats = self._read_so_far, repeats and self._current is not None
+        taken = self._oldest if repeats else self._next
+        trained = self.taken - (self._in_step if repeats else 0)
+        mine = {"skipped": taken - trained, "has_left": self.left and not repeats, "plan": None, "left": False}
+        try:
+            return {**self._position.place(taken, read, self.exhausted and taken == read), **mine}
+        except (UnsupportedError, NotImplementedError, TypeError) as error:  # a dataset without a length, too
+            return {"refused": str(error)}
 
-    def _place_in_order(self, position: Position, taken: int) -> Place:
-        order: Any = "it has yielded None"  # so that batches are not what it has read
-        if not self._skipped:
-            try:
-                order = position.place(taken, self.fetched, self.exhausted and taken == self.fetched)
-            except (UnsupportedError, NotImplementedError, TypeError) as error:  # a dataset without a length, too
-                order = str(error)
-        place = {"states": [], "epochs": [], "cycled": [], "skipped": 0, "taken": taken, "left": self.left}
-        return {**place, "order": order}
+    @property
+    def _read_so_far(self) -> int:
+        return self.fetched + self._skipped
 
-    def end_at(self, place: Place) -> None:
-        """Bring the dataloaders to the end of an epoch that was resumed when nothing of it was left.
+    @property
+    def _next(self) -> int:
+        """Before which read the batch came that is not trained on yet."""
+        waiting = [before for step in self._reserved for before in step] or [*self._before]
+        return waiting[0] if waiting else self._read_so_far
 
-        Their next iterator is then that of the epoch after it: a sampler's random generator goes on.
-        """
-        if not any(epoch is not None for epoch in place["epochs"]):  # else their next one is anyhow
-            with suppress(StopIteration):  # it shows the new epoch already, which has fewer batches
-                self.start(place)
-                self.fill()
-            self.reset()
-
-    def _snapshot(self) -> Place:
-        if self._begun_at is not None:
-            # A loader of LitData that is asked for its state now forgets which it was given.
-            known = {name: self._begun_at[name] for name in ("states", "epochs", "cycled")}
-            self._newest = {**known, "skipped": self._skipped}
-            return self._newest
-        loader = self.combined_loader
-        now = {"cycled": _compat.get_cycled(loader), "skipped": self._skipped}
-        if self._newest is not None and not self._has_state:
-            self._newest = {**self._newest, **now}
-            return self._newest
-        states = loader._state_dicts()
-        if self._newest is not None and states:
-            # A loader that has ended while others go on would begin anew, so its state stays what it was before that.
-            ends = zip(_compat.ended_parts(loader), self._newest["states"], states, strict=True)
-            states = [before if ended else state for ended, before, state in ends]
-        # Copied, since a state may hold what the loader goes on changing.
-        self._newest = {"states": deepcopy(states), "epochs": epochs_of(loader.flattened), **now}
-        return self._newest
+    @property
+    def _oldest(self) -> int:
+        """The same, or that of the current step."""
+        return self._next if self._current is None else self._current
 
     def fill(self, ahead: int = 2) -> int | None:
         """Read until `ahead` batches are there or the loader ends.
@@ -313,7 +257,7 @@ class ReadAheadFetcher(DataFetcher):
             StopIteration: There is none.
         """
         batch = self.batches.popleft() if self.batches else self._read()
-        self._current = self._before.popleft() if self._before else None
+        self._current = self._before.popleft()
         self.taken += 1
         self._in_step = 1
         return batch
@@ -362,15 +306,14 @@ class ReadAheadFetcher(DataFetcher):
         return self._guard.read([*self._planned, *self.batches], self._read_next)
 
     def _read_next(self) -> Any:
-        if self.stateful:
-            self._before.append(self._snapshot())
-            self._begun_at = None
+        assert self._position is not None
+        before = self._read_so_far
+        if self._position.keeps:
+            self._position.keep(before, self._oldest)
         try:
             batch, _, _ = super().__next__()
         finally:
             if not self._has_read:
-                if self._resumed is not None:
-                    forget_states(self.combined_loader.flattened)
                 self._has_read = True
                 self._take_length()
         if self.length is not None and self.fetched > self.length:  # read to find out
@@ -389,6 +332,7 @@ class ReadAheadFetcher(DataFetcher):
                 if self.fetched >= self.length:
                     raise StopIteration
             batch, _, _ = super().__next__()
+        self._before.append(before)
         return batch
 
     def drop(self) -> None:

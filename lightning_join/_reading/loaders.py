@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_join._compat import Stateful, parse_num_batches, sized_len
+from lightning_join._compat import parse_num_batches, sized_len
 from lightning_join._reading.samplers import sharded_samples
 from torch_join import JoinValueError
 from torch_join.integration import Channel, closed, dealt_again, is_length_certain, name_ranks
@@ -33,7 +33,6 @@ class Loaders:
         certain: Whether a dataloader surely has as many batches as it says.
         planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
         full: The size of a dataloader's batches, and how many of them surely have it; `None` where nobody knows.
-        stateful: Whether where they are can be saved: some of them have a state, or there is only one.
         sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
     """
 
@@ -43,7 +42,6 @@ class Loaders:
     certain: list[bool] = field(default_factory=list)
     planned: list[bool] = field(default_factory=list)
     full: list[tuple[int, int] | None] = field(default_factory=list)
-    stateful: bool = False
     sharded: list[int | None] = field(default_factory=list)
 
 
@@ -62,12 +60,9 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
         except MisconfigurationException as why:
             limits.append(int(planned[-1]))  # nobody knows yet
             error = error or str(why)
-    stateful = len(loaders) == 1 or any(isinstance(loader, Stateful) for loader in loaders)
     sharded = [sharded_samples(loader) for loader in loaders]
     certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
-    return Loaders(
-        limits, lengths, error, certain, planned, [_full_batches(loader) for loader in loaders], stateful, sharded
-    )
+    return Loaders(limits, lengths, error, certain, planned, [_full_batches(loader) for loader in loaders], sharded)
 
 
 def _full_batches(loader: Any) -> tuple[int, int] | None:

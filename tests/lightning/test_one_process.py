@@ -163,7 +163,7 @@ def test_a_checkpoint_of_several_ranks(workers: Workers, tmp_path: Path) -> None
     workers.run(2, fit_whole, Reading(Fit((3, 4), epochs=2)), str(tmp_path))
     ((middle, end, evaluated),) = workers.run(1, resume_alone, str(tmp_path))
     assert "written in the middle of an epoch by 2 ranks" in middle
-    assert "this job has 1. What is left is known with" in middle
+    assert "this job has one process" in middle
     assert end[0] == [(1, 0), (1, 1), (1, 2)]
     assert "the states of its dataloaders are left out" in end[1]
     assert evaluated[0] == []

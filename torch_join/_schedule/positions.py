@@ -51,6 +51,8 @@ from torch_join._schedule.stateful import (
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
 _NAMES = "give each a name: `join.batches(loader, name=...)`."
+NOT_DEALT: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
+_END = object()
 EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
 
@@ -97,7 +99,6 @@ class Position:
         # The last ones, how many batches had been read before, and what its own generators were then.
         self._states: deque[tuple[int, Any, Any]] = deque()
         self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
-        self._restored = -1  # after how many batches the last state that is kept is the one that it was given
         restored: list[Any] = [] if place is None else place.pop("restored", [])
         if place is None or place["over"]:
             self.first = 0
@@ -151,9 +152,9 @@ class Position:
         if self._at_end is not None:
             return self._at_end
         state, again, now = None, 0, own_drawing(self._loader)
-        if self._stateful and (read > taken or read == self._restored):
-            read, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
-            again = taken - read
+        if self._stateful and (read > taken or (self._states and self._states[-1][0] == read)):
+            kept, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
+            again = taken - kept + (ended and kept == read)  # with the read that has found the end
             if isinstance(state, Exception):
                 raise state
         elif self._stateful:
@@ -213,9 +214,8 @@ class Position:
             if not taken:  # before its first batch, what a stream shows is its end in the epoch before
                 forget_states(self._parts)
             set_own(loader, place["now"])  # torchdata's draws no base seed here
-            # One that is asked for its state before it is read forgets which it was given (LitData's).
+            # Not asked for before something is read: LitData's forgets then which it was given.
             self._states.append((self.first - place["again"], state, place["now"]))
-            self._restored = self.first
             return _read_past(iterator, place["again"] * self._size)
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
@@ -232,17 +232,46 @@ class Position:
             told = told_epochs(loader, drawing(loader))  # of the loop that comes
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
-                if hasattr(loader, "next_iter_state"):
+                if hasattr(loader, "next_iter_state") and not place["again"]:
                     iter(loader)  # torchdata's begins anew at once
                 else:
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
-                        _read_past(iter(loader), 1)  # it is at its end, or was left
+                        iterator = iter(loader)
+                    begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
+                    _read_past(iterator, max(place["again"], begins))  # it may begin only then
+            begin_anew(self._parts, place["epochs"])
             for thing, epoch in told:
                 if has_epoch(thing):
                     thing.set_epoch(epoch)
         shared = {name for name, thing in parts_of(loader) if any(thing is one for one in restored)}
         kept = {of: {name: state for name, state in before[of].items() if name in shared} for of in before}
         set_own(loader, {of: {**now[of], **kept[of]} for of in kept})
+
+
+def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | None = None) -> LoaderPlace:
+    """Return the place in a loader of which nothing but a state was saved, by somebody else.
+
+    Args:
+        loader: The loader.
+        state: What its `state_dict` returned.
+        taken: How many batches had been trained on.
+        epochs: What `epochs_of` returned then; by default what it does now.
+    """
+    parts = loader.loaders if isinstance(loader, SideBySide) else [loader]
+    return {
+        **NOT_DEALT,
+        "taken": taken,
+        "ended": False,
+        "over": False,
+        "loader": _describe(loader, 1),
+        "begun": saved_drawing(drawing(loader)),
+        "now": {"own": {}, "told": {}},
+        "epochs": epochs_of(parts) if epochs is None else epochs,
+        "state": state,
+        "again": 0,
+        "left": False,
+        "plan": None,
+    }
 
 
 def dealt_among(
@@ -433,8 +462,8 @@ def _begin_again(loader: Any) -> Iterator[Any]:
 
 
 def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in islice(iterator, count):
-        pass
+    while count > 0 and next(iterator, _END) is not _END:  # Lightning's makes another one if it is asked for its own
+        count -= 1
     return iterator
 
 

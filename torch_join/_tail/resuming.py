@@ -5,14 +5,14 @@ written come before the one that was under way: until that one does, they are em
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_join._base.errors import JoinValueError
-from torch_join._schedule.positions import LoaderPlace, dealt_among, end_resumed
+from torch_join._schedule.positions import NOT_DEALT, LoaderPlace, dealt_among, end_resumed
 from torch_join._tail.reader import Reader
 
-_VERSION = 3  # of what `state_of` returns; of version 2 (0.2.0) the next release reads nothing any more
-_SINCE_2: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
+R = TypeVar("R")
+VERSION = 3  # of what `state_of` returns; of version 2 (0.2.0) the next release reads nothing any more
 OVER = -2  # in place of the first step: of a loop that was over
 
 
@@ -32,7 +32,7 @@ def state_of(
     # A rank that has a batch at a step has trained on one in each step before.
     steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
     step = 0 if over else max(steps, default=0)
-    found = {"version": _VERSION, "name": name, "step": step, "over": over, "places": _placed(places, over)}
+    found = {"version": VERSION, "name": name, "step": step, "over": over, "places": _placed(places, over)}
     names = others[0] if others else ()
     return {**found, "others": {other: _placed([each.get(other) for each in others], True) for other in names}}
 
@@ -77,10 +77,10 @@ class Resuming:
             )
         places = state["places"]
         if state["version"] == 2:
-            places = [None if place is None else {**_SINCE_2, **place} for place in places]
-        elif state["version"] != _VERSION:
+            places = [None if place is None else {**NOT_DEALT, **place} for place in places]
+        elif state["version"] != VERSION:
             raise JoinValueError(
-                f"A state of version {state['version']} was given to join.load_state_dict(), which knows {_VERSION}:"
+                f"A state of version {state['version']} was given to join.load_state_dict(), which knows {VERSION}:"
                 " another version of torch_join has written it. Resume with that one."
             )
         if len(places) != self._world_size:
@@ -112,7 +112,7 @@ class Resuming:
         """The first step of the loop that is about to begin; -1 where it begins anew."""
         return -1 if self.loaded is None else int(self.loaded["step"])
 
-    def open(self, loader: Iterable[Any], reader_of: Callable[..., Reader[Any]]) -> Reader[Any]:
+    def open(self, loader: Iterable[Any], reader_of: Callable[..., R]) -> R:
         """Return what reads a loader, from where it is to go on.
 
         Raises:

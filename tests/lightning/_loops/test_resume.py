@@ -297,8 +297,7 @@ def test_another_world(workers: Workers, tmp_path: Path) -> None:
     workers.run(2, fit_whole, Reading(Fit((2, 3), epochs=2)), str(tmp_path))
     run = Reading(Fit((3, 1, 2), epochs=2))
     for message in workers.run(3, resuming_fails, run, f"{tmp_path}/after-0-1.ckpt"):
-        assert "written in the middle of an epoch by 2 ranks" in message
-        assert "this job has 3. What is left is known with" in message
+        assert "written in the middle of a loop by 2 ranks, and there are 3 now" in message
     for name in ("after-0-2", "end-0-2"):
         results = workers.run(3, fit_warning, run, f"{tmp_path}/{name}.ckpt")
         assert [[epoch for epoch, *_ in seen] for seen, _, _ in results] == [[1] * 3, [1], [1] * 2]

@@ -16,7 +16,7 @@ from tests.lightning._loops.test_resume import Reader, Reading, Sample, Samples,
 from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
-from torch_join.integration import begin_anew
+from torch_join._schedule.stateful import begin_anew
 
 
 class Nodes(Reader):
