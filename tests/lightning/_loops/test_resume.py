@@ -187,6 +187,8 @@ CASES += [
     Reading(Fit((6, 2), epochs=2), mode="max_size"),
     Reading(Fit((6, 4), epochs=2, iterable=True), gaps=True),
     Reading(Fit((6, 4), epochs=2, optimizer="sgd"), gaps=True, early=True),
+    Reading(Fit((6, 2), epochs=2), stateful=False, mode="max_size_cycle"),
+    Reading(Fit((6, 4), epochs=2), stateful=False, gaps=True),
     Reading(Fit((2, 4), epochs=2), validates=True),
     Reading(Fit((4, 2), epochs=2, iterable=True), validates=True),
 ]
