@@ -26,7 +26,7 @@ from lightning_join._loops.resuming import (
 )
 from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
-from lightning_join._reading.combined import states_in
+from lightning_join._reading.combined import begin_anew_in, states_in
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
@@ -357,7 +357,7 @@ class JoinFitLoop(FitLoop):
     @property
     def goes_on(self) -> bool:
         """Whether the epoch that is resumed goes on where all ranks were in their dataloaders."""
-        return goes_on(self._record)
+        return goes_on(self._record) and not begin_anew_in(self.fetcher.keeper)
 
     @property
     def is_resized(self) -> bool:
@@ -380,12 +380,14 @@ class JoinFitLoop(FitLoop):
             self._go_on(record, fetcher.keeper, resumes=ready > 0)
         elif states and ready > 0:
             self.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
-        if ready > 0 and self.resuming.place is None and self.max_batches == float("inf"):
-            rank_zero_warn(  # where Lightning itself does not
-                "You're resuming from a checkpoint that was written amid an epoch, and of the train dataloaders it is"
-                f" known neither how long they are nor where they were ({why_unknown(record)}): they begin anew, so"
-                " that what was trained on of that epoch is trained on twice. Resume from a checkpoint of an epoch's"
-                " end, or use a dataloader with `state_dict` and `load_state_dict`."
+        anew = begin_anew_in(fetcher.keeper) if self.resuming.place else fetcher.combined_loader.flattened
+        if ready > 0 and anew and self.max_batches == float("inf"):  # where Lightning itself does not warn
+            names = ", ".join(sorted({type(part).__name__ for part in anew}))
+            rank_zero_warn(
+                "You're resuming from a checkpoint that was written amid an epoch, and where train dataloaders were in"
+                f" it is not known ({names}: {why_unknown(record)}):"
+                " these begin anew, so that what was trained on of that epoch is trained on twice. Resume from a"
+                " checkpoint of an epoch's end, or use dataloaders with `state_dict` and `load_state_dict`."
             )
         try:
             fetcher.start()

@@ -75,7 +75,7 @@ def goes_on(record: dict[str, Any] | None) -> bool:
 def why_unknown(record: dict[str, Any] | None) -> str:
     """Return why some rank's place is not known."""
     places = [] if record is None else record["places"]
-    return next((place["refused"] for place in places if place and "refused" in place), "the checkpoint does not say")
+    return next((place["refused"] for place in places if place and "refused" in place), "they have no state")
 
 
 def is_dealt_anew(record: dict[str, Any], world_size: int) -> bool:

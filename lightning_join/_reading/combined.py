@@ -28,7 +28,7 @@ class Combined(SideBySide):
 
 
 class StatefulCombined(Combined):
-    """The same where some of the dataloaders have a state; those without begin anew."""
+    """The same where some of the dataloaders have a state; see `begin_anew_in`."""
 
     __slots__ = ("_loaded", "_newest")
 
@@ -65,6 +65,12 @@ def place_keeper(combined: CombinedLoader) -> Any:
         return combined.flattened[0]
     is_stateful = any(isinstance(part, Stateful) for part in combined.flattened)
     return StatefulCombined(combined) if is_stateful else Combined(combined)
+
+
+def begin_anew_in(keeper: Any) -> list[Any]:
+    """Return the dataloaders that begin anew where others go on from their states."""
+    stateless = [part for part in getattr(keeper, "loaders", ()) if not isinstance(part, Stateful)]
+    return stateless if isinstance(keeper, StatefulCombined) else []
 
 
 def states_in(place: LoaderPlace) -> list[Any]:

@@ -82,6 +82,7 @@ CHAINS = {
     "in order, in the tail": Chain((2, 3), (5,), 23, "injected", shuffle=False),
     "unequal shares": Chain((2, 3, 3), (4, 0), 41, "shares"),
     "drawn": Chain((4, 3, 3), (1, 0), 50, "drawn", later=(1, 0)),
+    "with a state": Chain((3, 2, 4), (2, 1), 53, "stateful", later=(1, 0)),
     "whole batches": Chain((3, 2, 2), (0, 0), 31, "buckets"),
     "rebalanced": Chain((3, 2, 3), (6, 1), 50, "shares", rebalances=(True, True, True)),
 }
@@ -118,5 +119,7 @@ def test_a_checkpoint_from_before_the_resumed_epoch_has_begun(workers: Workers, 
 
 @seeds(range(0), 100)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    kinds = ("injected", "unpadded", "shares", "drawn")
+    kinds = (
+        ("injected", "unpadded", "shares", "drawn") if seed % 3 == 0 else ("stateful", "injected", "shares", "drawn")
+    )
     check(workers, drawn(seed, kinds, fewest=2, rebalances=[seed % 3 == 0] * 3), tmp_path, train)

@@ -29,7 +29,7 @@ EPOCHS = 5
 # Lightning's hooks of training that all ranks run, in a step and around it.
 HOOKS = ["on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"]
 HOOKS += ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"]
-KINDS = ["hf-map", "hf-stream", "hf-stream-told", "webdataset", "stateful", "nodes"]
+KINDS = ["hf-map", "hf-stream", "hf-stream-told", "hf-stream-shuffled", "webdataset", "stateful", "nodes"]
 MODES = [None, "min_size", "max_size", "max_size_cycle"]
 
 
@@ -75,6 +75,8 @@ class Paired(Reader):
         if self.kind.startswith("hf-stream"):
             rows = datasets.Dataset.from_dict({"number": [-1, -1, *numbers]})  # it takes no empty one
             rows = rows.to_iterable_dataset(num_shards=2).filter(is_kept)
+            if self.kind == "hf-stream-shuffled":
+                rows = rows.shuffle(seed=5, buffer_size=4)
             self.streams.append(rows)
             return StatefulDataLoader(rows, batch_size=None, collate_fn=partial(row_of, data))
         generator = torch.Generator().manual_seed(rank)

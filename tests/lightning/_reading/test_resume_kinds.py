@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchdata.nodes as tn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -34,6 +35,14 @@ class Nodes(Reader):
             return tn.Loader(tn.ParallelMapper(node, data.__getitem__, num_workers=2, method="thread"))
         node = tn.Mapper(node, data.__getitem__)
         return tn.Loader(tn.Prefetcher(node, 2) if self.kind == "prefetched" else node)
+
+
+class Shuffling(Reader):
+    """Reads in an order that torch's sampler draws, which keeps no state, from a generator given to the loader."""
+
+    def loader(self, data: Samples) -> Any:
+        generator = torch.Generator().manual_seed(data.rank)
+        return StatefulDataLoader(data, batch_size=None, shuffle=len(data) > 0, generator=generator)  # type: ignore[arg-type]
 
 
 class Rows(IterableDataset[Sample]):
@@ -136,7 +145,7 @@ class Forgets(Hugging):
 KINDS: dict[str, Any] = {
     f"nodes-{kind}": Nodes for kind in ("sampled", "iterable", "batches", "parallel", "prefetched")
 }
-KINDS |= {"lit": Lit, "hugging": Hugging, "hugging-forgets": Forgets}
+KINDS |= {"shuffling": Shuffling, "lit": Lit, "hugging": Hugging, "hugging-forgets": Forgets}
 
 
 def whole_and_resumed(rank: int, run: Reading, kind: str, folder: str, names: list[str], options: Any) -> list[Any]:
