@@ -39,7 +39,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync a
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 from lightning.pytorch.tuner.lr_finder import _LRCallback as LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
@@ -136,22 +135,15 @@ class _Watched:
             raise
 
 
-def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> None:
-    """Prepare an iterator that has just been made for `ended_parts`, and have `act` called with a part that ends.
+def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list[Any]:
+    """Return, for an iterator that has just been made, what says by part whether it `ended`; `act` is called then.
 
     A part that is cycled begins again then.
     """
     iterator: Any = loader._iterator
-    if loader._mode in ("max_size", "max_size_cycle"):
-        parts = zip(iterator.iterators, loader.flattened, strict=True)
-        iterator.iterators = [_Watched(its, partial(act, [part])) for its, part in parts]
-
-
-def ended_parts(loader: CombinedLoader) -> list[bool]:
-    """Return which of the parts that have a state have ended while others go on."""
-    parts = getattr(loader._iterator, "iterators", [])
-    ended = [isinstance(part, _Watched) and part.ended for part in parts]
-    return [end for end, part in zip(ended, loader.flattened, strict=True) if isinstance(part, Stateful)]
+    parts = zip(iterator.iterators, loader.flattened, strict=True)
+    iterator.iterators = [_Watched(its, partial(act, [part])) for its, part in parts]
+    return [*iterator.iterators]
 
 
 check_names(
@@ -161,7 +153,7 @@ check_names(
         pl.LightningModule: "_trainer",
         pl.Trainer: "_logger_connector _signal_connector",
         AutomaticOptimization: "_make_closure _skip_backward",
-        CombinedLoader: "_iterator _load_state_dicts _mode _state_dicts",
+        CombinedLoader: "_iterator _mode",
         DDPStrategy: "determine_ddp_device_ids _ddp_comm_state _ddp_kwargs _model_averaging_period",
         EvaluationLoop: "_evaluation_step _on_evaluation_epoch_end _store_dataloader_outputs",
         FitLoop: "_can_stop_early _combined_loader",

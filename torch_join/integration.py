@@ -45,7 +45,7 @@ from torch_join._schedule.drawing import global_kept, has_epoch, set_own, told_e
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, Order, Position, SideBySide, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._schedule.stateful import forget_states, resumed_at
+from torch_join._schedule.stateful import forget_states, keeps_place, resumed_at
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver
@@ -66,9 +66,10 @@ __all__ = [
     "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order", "gather_objects",
     "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
     "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
-    "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows",
-    "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
-    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
+    "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state",
+    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of",
+    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
+    "whole_signature",
 ]
 # fmt: on
 

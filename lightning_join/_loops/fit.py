@@ -26,7 +26,7 @@ from lightning_join._loops.resuming import (
 )
 from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
-from lightning_join._reading.combined import begin_anew_in, states_in
+from lightning_join._reading.combined import states_in
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
@@ -357,7 +357,7 @@ class JoinFitLoop(FitLoop):
     @property
     def goes_on(self) -> bool:
         """Whether the epoch that is resumed goes on where all ranks were in their dataloaders."""
-        return goes_on(self._record) and not begin_anew_in(self.fetcher.keeper)
+        return goes_on(self._record) and not getattr(self.fetcher.keeper, "stateless", ())
 
     @property
     def is_resized(self) -> bool:
@@ -380,7 +380,9 @@ class JoinFitLoop(FitLoop):
             self._go_on(record, fetcher.keeper, resumes=ready > 0)
         elif states and ready > 0:
             self.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
-        anew = begin_anew_in(fetcher.keeper) if self.resuming.place else fetcher.combined_loader.flattened
+        anew = fetcher.combined_loader.flattened
+        if self.resuming.place is not None:
+            anew = getattr(fetcher.keeper, "stateless", [])
         if ready > 0 and anew and self.max_batches == float("inf"):  # where Lightning itself does not warn
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
             rank_zero_warn(

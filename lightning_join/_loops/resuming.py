@@ -4,10 +4,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_join._compat import Stateful
-from lightning_join._reading.combined import Combined, state_of
+from lightning_join._reading.combined import state_of
 from torch_join import UnsupportedError
-from torch_join.integration import VERSION, LoaderPlace, place_of_state
+from torch_join.integration import VERSION, LoaderPlace, keeps_place, place_of_state
 
 KEY = "torch_join"
 
@@ -43,10 +42,8 @@ def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) ->
         " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
         " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
     )
-    loaders = keeper.loaders if isinstance(keeper, Combined) else [keeper]
-    is_stateful = any(isinstance(each, Stateful) for each in loaders)
-    old = {"states": states if is_stateful else [], "cycled": [], "epochs": None, "taken": taken}
-    return _state(taken, [_placed({**old, "skipped": 0, "left": False}, keeper)] * world_size)
+    old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
+    return _state(taken, [_placed(old, keeper)] * world_size)
 
 
 def _state(step: int, places: list[LoaderPlace | None], over: bool = False) -> dict[str, Any]:
@@ -58,6 +55,8 @@ def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
         return None
     if "states" not in place:
         return place
+    if not keeps_place(keeper):
+        return None
     state, taken = state_of(keeper, place["states"], place["cycled"]), place["taken"] + place["skipped"]
     found = place_of_state(keeper, state, taken, place["epochs"])
     return {**found, "skipped": place["skipped"], "has_left": place["left"]}

@@ -5,8 +5,9 @@ from copy import deepcopy
 from typing import Any
 
 from lightning_join import _compat
-from lightning_join._compat import CombinedLoader, Stateful
-from torch_join.integration import LoaderPlace, SideBySide, forget_states
+from lightning_join._compat import CombinedLoader
+from torch_join import JoinValueError
+from torch_join.integration import LoaderPlace, SideBySide, forget_states, keeps_place
 
 
 class Combined(SideBySide):
@@ -28,49 +29,58 @@ class Combined(SideBySide):
 
 
 class StatefulCombined(Combined):
-    """The same where some of the dataloaders have a state; see `begin_anew_in`."""
+    """The same where some of the dataloaders have a state that says where they are; the others begin anew.
 
-    __slots__ = ("_loaded", "_newest")
+    Attributes:
+        stateless: Those.
+    """
+
+    __slots__ = ("_loaded", "_newest", "_watched", "stateless")
 
     def __init__(self, combined: CombinedLoader) -> None:
         super().__init__(combined)
+        self.stateless = [part for part in self.loaders if not keeps_place(part)]
         self._loaded: dict[str, Any] = {}  # until there is an iterator
         self._newest: list[Any] = []
+        self._watched: list[Any] = []
+
+    @property
+    def _stateful(self) -> list[tuple[int, Any]]:
+        return [(number, part) for number, part in enumerate(self.loaders) if part not in self.stateless]
 
     def __iter__(self) -> Iterator[Any]:
         iterator, loaded, self._loaded = super().__iter__(), self._loaded, {}
         self._newest = loaded.get("states", [])
         _compat.set_cycled(self._combined, loaded.get("cycled", []))
-        _compat.watch_ends(self._combined, forget_states)
+        self._watched = _compat.watch_ends(self._combined, forget_states)
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the dataloaders that have one, and which have come to their end and begun again."""
-        states = self._combined._state_dicts()
-        if self._newest:
-            # A loader that has ended while others go on would begin anew, so its state stays what it was before that.
-            ends = zip(_compat.ended_parts(self._combined), self._newest, states, strict=True)
-            states = [before if ended else state for ended, before, state in ends]
-        self._newest = deepcopy(states)  # a state may hold what the loader goes on changing
-        return {"states": self._newest, "cycled": _compat.get_cycled(self._combined)}
+        before, states = self._newest, []
+        for number, (place, part) in enumerate(self._stateful):
+            # One that has ended while others go on would begin anew, so its state stays what it was before that.
+            has_ended = before and self._combined._mode == "max_size" and self._watched[place].ended
+            states.append(before[number] if has_ended else deepcopy(part.state_dict()))  # which may go on changing
+        self._newest = states
+        return {"states": states, "cycled": _compat.get_cycled(self._combined)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["states"]) != len(self._stateful):
+            raise JoinValueError(
+                f"The state is one of {len(state['states'])} dataloaders side by side that have states, and here"
+                f" {len(self._stateful)} do. Resume with the dataloaders that there were when it was written."
+            )
         self._loaded = deepcopy(state)
-        self._combined._load_state_dicts(state["states"])
+        for (_, part), its in zip(self._stateful, state["states"], strict=True):
+            part.load_state_dict(its)
 
 
 def place_keeper(combined: CombinedLoader) -> Any:
     """Return what a `Position` goes through for a combined loader: its only dataloader, or all of them as one."""
     if len(combined.flattened) == 1:
         return combined.flattened[0]
-    is_stateful = any(isinstance(part, Stateful) for part in combined.flattened)
-    return StatefulCombined(combined) if is_stateful else Combined(combined)
-
-
-def begin_anew_in(keeper: Any) -> list[Any]:
-    """Return the dataloaders that begin anew where others go on from their states."""
-    stateless = [part for part in getattr(keeper, "loaders", ()) if not isinstance(part, Stateful)]
-    return stateless if isinstance(keeper, StatefulCombined) else []
+    return (StatefulCombined if any(map(keeps_place, combined.flattened)) else Combined)(combined)
 
 
 def states_in(place: LoaderPlace) -> list[Any]:
