@@ -1,19 +1,74 @@
-"""One check: what each rank does, under a deadline, and what comes of it on rank 0."""
+"""One check: what each rank does, by a deadline, and what rank 0 makes of it: they talk in JSON, in the job's store."""
 
+import faulthandler
+import json
+import os
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_join._base.errors import name_ranks
-from torch_join._doctor.job import Job, LateError, within
 from torch_join._doctor.report import Finding
 
 _GRACE = 3.0  # seconds, for which rank 0 waits longer than a rank is given
-_MOST_LINES = 3  # of a stack, in a finding's text
-_MOST_ERRORS = 3
+
+
+@dataclass
+class Job:
+    """This process, as a rank of several.
+
+    Attributes:
+        rank: Its number.
+        world_size: How many there are.
+        local_rank: Its number on this host.
+        local_world_size: How many there are on this host.
+        store: The job's, once it is reached.
+        device: What it trains on.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    store: dist.Store | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  it cannot be changed
+
+    @classmethod
+    def of_environment(cls) -> "Job | None":
+        """Return what torchrun's variables say, if they are there.
+
+        Raises:
+            ValueError: They are no numbers, or no rank of that world size.
+        """
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return None
+        rank, world_size, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+        if rank >= world_size:
+            raise ValueError(f"RANK is {rank}, and WORLD_SIZE {world_size}")
+        return cls(rank, world_size, _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size))
+
+    def collect(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+        """Tell all ranks something, and return what each has told by this name, by rank, of those that do in time."""
+        store, keys = self.store, [f"{name}/{rank}" for rank in range(self.world_size)]
+        assert store is not None
+        store.set(keys[self.rank], json.dumps(value))
+        with suppress(RuntimeError):  # some do not
+            store.wait(keys, timedelta(seconds=seconds))
+        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+
+def _number(name: str, default: int | str = "") -> int:
+    said = os.environ.get(name, str(default))
+    if not said.isdecimal():
+        raise ValueError(f"{name} is {said!r}, and no whole number")
+    return int(said)
 
 
 @dataclass(frozen=True)
@@ -23,7 +78,7 @@ class Check:
     Attributes:
         name: What it is called.
         act: What each rank does; what it returns goes to rank 0 as JSON.
-        judge: What rank 0 makes of that: a value of each rank, by rank; `None` of one that an earlier check has missed.
+        judge: What rank 0 makes of that: a value of each rank, by rank.
         seconds: The deadline of `act`.
         needs: An earlier check, without whose end this one cannot run.
         remedy: What to do where a rank does not come to its end.
@@ -34,75 +89,57 @@ class Check:
     judge: Callable[[Sequence[Any]], Finding]
     seconds: float
     needs: str = ""
-    remedy: str = ""
+    remedy: str = "Read what the ranks have written to stderr, and the stacks that --json prints."
 
     def run(self, job: Job) -> Finding:
-        """Return what all ranks have found; all of them call this."""
-        outcome = self._attempt(job)
+        """Return what all ranks have found; all of them call this.
+
+        A rank that is still not done when rank 0 has named it, or is rank 0, prints where it is, and ends.
+        """
+        deadline = time.monotonic() + self.seconds
+        faulthandler.dump_traceback_later(self.seconds + (5 if job.rank else 2) * _GRACE, exit=True)
         try:
-            return self._share(job, outcome)
+            return self._share(job, self._attempt(job), deadline)
         except Exception as error:  # the store is gone: this rank goes on alone
             job.store = None
             text = f"rank {job.rank} lost the job's store, or the rank that judges: {type(error).__name__}: {error}"
             return Finding(self.name, "failed", text, "The log of rank 0 says more.", is_broken=True)
-
-    def _share(self, job: Job, outcome: dict[str, Any]) -> Finding:
-        if job.store is None:  # then this rank is alone with it
-            return self._conclude({job.rank: outcome}, [job.rank], {})
-        job.put(f"{self.name}/{job.rank}", outcome)
-        if job.rank > 0:
-            return Finding(**job.get(f"{self.name}/finding", 2 * self.seconds + 2 * _GRACE))
-        asked = [rank for rank in range(job.world_size) if rank not in job.missing]
-        outcomes = job.collect(self.name, asked, self.seconds + _GRACE)
-        missing = {rank: job.why_gone(rank) for rank in asked if rank not in outcomes}
-        finding = self._conclude(outcomes, asked, missing)
-        job.missing |= missing.keys()
-        job.put(f"{self.name}/finding", vars(finding))
-        return finding
-
-    def not_run(self) -> Finding:
-        """Return the finding where what this check needs has not come to its end."""
-        return Finding(self.name, "not run", f"since {self.needs!r} did not come to its end", is_broken=True)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _attempt(self, job: Job) -> dict[str, Any]:
         try:
-            return {"value": within(self.seconds, lambda: self._act_on_device(job))}
-        except LateError as error:
-            return {"late": str(error), "stack": error.stack}
+            return {"value": self.act(job)}
         except Exception as error:
-            return {
-                "error": f"{type(error).__name__}: {error}",
-                "is_others": type(error).__name__ == "PeerFailedError",
-                "stack": traceback.format_exception(error),
-                "remedy": getattr(error, "remedy", ""),
-            }
+            return {"error": f"{type(error).__name__}: {error}", "stack": traceback.format_exception(error)}
 
-    def _act_on_device(self, job: Job) -> Any:
-        """Act on the job's device: each check has a thread of its own, and each thread a current device."""
-        if job.device.type != "cpu":
-            torch.get_device_module(job.device).set_device(job.device)
-        return self.act(job)
+    def _share(self, job: Job, outcome: dict[str, Any], deadline: float) -> Finding:
+        if job.store is None:  # then this rank is alone with it
+            return self._conclude({job.rank: outcome}, [])
+        store, key, left = job.store, f"{self.name}/finding", max(deadline - time.monotonic(), _GRACE)
+        if job.rank > 0:
+            store.set(f"{self.name}/{job.rank}", json.dumps(outcome))
+            store.wait([key], timedelta(seconds=left + 4 * _GRACE))
+            return Finding(**json.loads(store.get(key)))
+        outcomes = job.collect(self.name, outcome, left)
+        finding = self._conclude(outcomes, sorted({*range(job.world_size)} - outcomes.keys()))
+        store.set(key, json.dumps(vars(finding)))
+        return finding
 
-    def _conclude(
-        self, outcomes: Mapping[int, dict[str, Any]], ranks: Sequence[int], missing: Mapping[int, str]
-    ) -> Finding:
-        if all("value" in outcomes.get(rank, {}) for rank in ranks):
-            return self.judge([outcomes[rank]["value"] if rank in ranks else None for rank in range(max(ranks) + 1)])
-        texts = [f"rank {rank} does not answer: {why}" for rank, why in missing.items()]
+    def _conclude(self, outcomes: Mapping[int, dict[str, Any]], missing: Sequence[int]) -> Finding:
+        if not missing and all("value" in outcome for outcome in outcomes.values()):
+            return self.judge([outcome["value"] for outcome in outcomes.values()])
         errors: dict[str, list[int]] = {}
-        own = [rank for rank, outcome in outcomes.items() if "error" in outcome and not outcome["is_others"]]
         for rank, outcome in outcomes.items():
-            if "late" in outcome:
-                texts.append(f"rank {rank} was {outcome['late']}, in {_innermost(outcome['stack'])}")
-            elif "error" in outcome and (rank in own or not (own or missing)):
-                errors.setdefault(outcome["error"], []).append(rank)
-        texts += [f"{name_ranks(who)}: {error}" for error, who in [*errors.items()][:_MOST_ERRORS]]
+            errors.setdefault(outcome.get("error", ""), []).append(rank)
+        own = {error: ranks for error, ranks in errors.items() if error and not error.startswith("PeerFailedError")}
+        texts, remedy = (
+            [f"{name_ranks(ranks)}: {error}" for error, ranks in (own or errors).items() if error],
+            self.remedy,
+        )
+        if missing:
+            texts.insert(0, f"{name_ranks(missing)} did not answer in time: late, ended, stopped, or never begun")
+            remedy = f"Read what {name_ranks(missing)} has written to stderr." if self.needs else remedy
         stacks = {str(rank): outcome["stack"] for rank, outcome in outcomes.items() if "stack" in outcome}
-        remedy = f"Find out why {name_ranks(missing)} ended or stopped." if missing and self.needs else self.remedy
-        remedy = next((told for outcome in outcomes.values() if (told := outcome.get("remedy"))), remedy)
-        return Finding(self.name, "failed", "; ".join(texts), remedy, {"stacks": stacks}, is_broken=True)
-
-
-def _innermost(stack: Sequence[str]) -> str:
-    lines = [" ".join(line.split()) for entry in stack[-_MOST_LINES:] for line in entry.splitlines()[:2]]
-    return " / ".join(lines) or "a call that shows no lines"
+        data = {"missing": [*missing], "stacks": stacks}
+        return Finding(self.name, "failed", "; ".join(texts), remedy, data, is_broken=True)

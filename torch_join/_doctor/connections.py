@@ -1,5 +1,6 @@
 """The job's store, the backend of its process group, and the connections that torch_join makes itself."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,15 +11,13 @@ import torch
 import torch.distributed as dist
 
 from torch_join._base.devices import use_device
-from torch_join._control.rendezvous import open_channel, tree_of
-from torch_join._doctor.check import Check
-from torch_join._doctor.job import Job
+from torch_join._control.rendezvous import open_channel
+from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding
 
 _TIMES = 20  # what is measured is a median of so many
-_MEETS_WITHIN = 30.0  # seconds, for all ranks to have begun
 _REACHES_WITHIN = timedelta(seconds=15)  # torch tries for up to twice as long
-_GROUP_TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=30)  # for which a rank waits for others: then it says for which
 
 
 def _milliseconds(act: Callable[[], object]) -> float:
@@ -33,60 +32,48 @@ def _milliseconds(act: Callable[[], object]) -> float:
 # ------------------------------------------------------------ the store
 
 
-def reach_store(job: Job) -> dict[str, Any]:
-    """Connect to the store, and see that all ranks have."""
-    if job.store is None:
-        job.reach_store(_REACHES_WITHIN)
-    store, key = job.store, f"doctor/time/{job.rank}"
-    assert store is not None
-    store.set(key, "")
-    return {"ms": _milliseconds(lambda: store.get(key)), "at": job.where}
+def reach_store(job: Job) -> float:
+    """Connect to the store, unless it is there, and return how many milliseconds a question takes."""
+    store = job.store = job.store or dist.PrefixStore("torch_join/doctor", _open_store())
+    store.set(key := f"time/{job.rank}", "")
+    return _milliseconds(lambda: store.get(key))
 
 
-def judge_store(said: Sequence[dict[str, Any]]) -> Finding:
+def _open_store() -> dist.Store:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store: dist.Store = next(dist.rendezvous("env://", timeout=_REACHES_WITHIN))[0]
+    except Exception as error:
+        if "EADDRINUSE" in str(error):
+            why = "another program listens there (EADDRINUSE): choose another MASTER_PORT, on all ranks"
+            raise ConnectionError(f"cannot host the store at {where}: {why}") from error
+        raise ConnectionError(f"cannot reach the store at {where}: {error}") from error
+    return store
+
+
+def judge_store(said: Sequence[float]) -> Finding:
     """Report how long a question takes."""
-    slowest = max(range(len(said)), key=lambda rank: said[rank]["ms"])
+    slowest = max(range(len(said)), key=said.__getitem__)
     ranks = "the only rank reaches it" if len(said) == 1 else f"all {len(said)} ranks reach it"
-    text = f"{ranks}; a question takes {said[slowest]['ms']:.2f} ms (rank {slowest}, the slowest)"
-    return Finding("store", "ok", text, data={"ms": [each["ms"] for each in said], "at": [each["at"] for each in said]})
+    text = f"{ranks}; a question takes {said[slowest]:.2f} ms (rank {slowest}, the slowest)"
+    return Finding("store", "ok", text, data={"ms": [*said]})
 
 
-STORE = Check(
-    "store",
-    reach_store,
-    judge_store,
-    seconds=_MEETS_WITHIN + 5.0,
-    remedy=(
-        "Start the doctor on all ranks, with the same MASTER_ADDR and MASTER_PORT (torchrun: the same --rdzv-endpoint),"
-        " and let TCP connections through to that port from every host of the job."
-    ),
+_REMEDY = (
+    "Start the doctor on all ranks, with the same MASTER_ADDR and MASTER_PORT (torchrun: the same --rdzv-endpoint),"
+    " and let TCP connections through to that port from every host of the job."
 )
+STORE = Check("store", reach_store, judge_store, seconds=35.0, remedy=_REMEDY)
 
 # ------------------------------------------------------------ the backend
 
 
 def add_up(job: Job) -> dict[str, Any]:
     """Begin the process group, unless there is one, and add up a tensor over all ranks."""
-    there = torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator() if there else None  # where there is none, older torch (2.6) raises
-    if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
-        kind, there = None, 0
-    own = _name_device() if there == 1 and job.local_world_size > 1 else ""
-    has_one = job.share("only device", own, _MEETS_WITHIN).count(own) == 1 and bool(own)
-    choice = "cpu" if kind is None or not (has_one or there >= job.local_world_size) else kind.type
-    if len({*job.share("choice", choice, _MEETS_WITHIN)}) > 1:
-        choice = "cpu"
-    if choice != "cpu":
-        job.device = torch.device(choice, 0 if has_one else job.local_rank)
-        torch.get_device_module(job.device).set_device(job.device)
+    there = _choose_device(job)
     if not dist.is_initialized():
-        dist.init_process_group(
-            dist.get_default_backend_for_device(choice),
-            store=job.store,
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=_GROUP_TIMEOUT,
-        )
+        kind = dist.get_default_backend_for_device(job.device)
+        dist.init_process_group(kind, store=job.store, rank=job.rank, world_size=job.world_size, timeout=TIMEOUT)
     tensor = torch.ones(1024, device=job.device)
 
     def act() -> float:
@@ -96,24 +83,32 @@ def add_up(job: Job) -> dict[str, Any]:
 
     if (total := act()) != 1024 * job.world_size:
         raise ArithmeticError(f"an all-reduce of 1024 ones gave {total} in place of {1024 * job.world_size}")
-    name = (
-        "CPU" if choice == "cpu" else getattr(torch.get_device_module(job.device), "get_device_name", str)(job.device)
-    )
-    backend = dist.get_backend()
+    backend, name = dist.get_backend(), "CPU"
+    if job.device.type != "cpu":
+        name = getattr(torch.get_device_module(job.device), "get_device_name", str)(job.device)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None  # type: ignore[no-untyped-call]
-    return {
-        "device": str(job.device),
-        "name": name,
-        "there": there,
-        "backend": backend,
-        "nccl": nccl,
-        "ms": _milliseconds(act),
-    }
+    said = {"device": str(job.device), "name": name, "there": there, "backend": backend, "nccl": nccl}
+    return {**said, "ms": _milliseconds(act)}
 
 
-def _name_device() -> str:
-    """Name the only visible device, so that no other on any host has that name; nothing where none is known."""
-    return str(getattr(torch.cuda.get_device_properties(0), "uuid", "")) if torch.cuda.is_available() else ""
+def _choose_device(job: Job) -> int:
+    """Choose an accelerator if each rank has one of its own, else the CPU; return how many this rank sees."""
+    there = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator() if there else None  # where there is none, older torch (2.6) raises
+    if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
+        kind, there = None, 0
+    # The only one that is visible, by a name that no other on any host has.
+    only = getattr(torch.cuda.get_device_properties(0), "uuid", "") if there == 1 and torch.cuda.is_available() else ""
+    offer = [kind.type if kind else "cpu", there >= job.local_world_size, str(only)]
+    offers = job.collect("devices", offer, TIMEOUT.total_seconds())
+    if len(offers) < job.world_size:
+        raise TimeoutError("other ranks did not come to this check")
+    kinds, are_enough, names = zip(*offers.values(), strict=True)
+    are_own = "" not in names and len({*names}) == len(names)
+    if len({*kinds}) == 1 and kind is not None and (are_own or all(are_enough)):
+        job.device = torch.device(kind.type, 0 if are_own else job.local_rank)
+        torch.get_device_module(job.device).set_device(job.device)
+    return there
 
 
 def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
@@ -121,87 +116,44 @@ def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
     names = sorted({each["name"] for each in said})
     versions = sorted({each["nccl"] for each in said if each["nccl"]})
     backend = " ".join([said[0]["backend"], *versions])
-    slowest = max(each["ms"] for each in said)
-    text = f"{backend} on {', '.join(names)}; an all-reduce takes {slowest:.2f} ms"
-    data = {"backend": said[0]["backend"], "nccl": versions, "ranks": [*said]}
-    if len(versions) > 1:
-        return Finding("backend", "warning", text, "Install the same NCCL on all hosts.", data)
+    text = f"{backend} on {', '.join(names)}; an all-reduce takes {max(each['ms'] for each in said):.2f} ms"
+    remedy = "Install the same NCCL on all hosts." if len(versions) > 1 else ""
     if said[0]["device"] == "cpu" and any(each["there"] for each in said):
         text += ". All ranks are on CPUs, since some host has fewer accelerators than ranks: those were not tried"
         remedy = "Start as many ranks on each host as it has accelerators, by torchrun, which sets LOCAL_WORLD_SIZE."
-        return Finding("backend", "warning", text, remedy, data)
-    return Finding("backend", "ok", text, data=data)
+    data = {"backend": said[0]["backend"], "nccl": versions, "ranks": [*said]}
+    return Finding("backend", "warning" if remedy else "ok", text, remedy, data)
 
 
-BACKEND = Check(
-    "backend",
-    add_up,
-    judge_backend,
-    seconds=40.0,  # those that wait for others give up after 30, and say what for
-    needs="store",
-    remedy=(
-        "This is torch's own process group, which no training runs without: name the interface between the hosts in"
-        " GLOO_SOCKET_IFNAME (gloo) and NCCL_SOCKET_IFNAME (NCCL, which says more with NCCL_DEBUG=INFO)."
-    ),
+_REMEDY = (
+    "This is torch's own process group, which no training runs without: name the interface between the hosts in"
+    " GLOO_SOCKET_IFNAME (gloo) and NCCL_SOCKET_IFNAME (NCCL, which says more with NCCL_DEBUG=INFO)."
 )
+BACKEND = Check("backend", add_up, judge_backend, seconds=40.0, needs="store", remedy=_REMEDY)
 
 # ------------------------------------------------------------ our connections
 
 
-def connect(job: Job) -> dict[str, Any]:
-    """Make torch_join's connections between the ranks, and measure each of them."""
-    if job.world_size == 1:
-        return {"connections": [], "meet_ms": 0.0}
+def connect(job: Job) -> float:
+    """Make torch_join's connections between the ranks, and return the milliseconds in which all ranks meet."""
     use_device(job.device, None)
-    channel = open_channel(timeout=_GROUP_TIMEOUT)
-    tree = tree_of(dist.group.WORLD)
-    assert tree is not None
-    channel.keep("doctor", None)
-    found = []
-    for turn in range(job.world_size):  # one after the other: the others wait, and answer at once
-        channel.barrier()
-        if turn == job.rank:
-            for peer, (own, theirs) in sorted(tree.links.ends().items()):
-                listens = theirs if peer == tree.node.layout.parent else own
-                ms = _milliseconds(lambda peer=peer: channel.ask("doctor", [peer]))  # type: ignore[misc]
-                found.append({"rank": peer, "at": listens, "ms": ms})
+    channel = open_channel(timeout=TIMEOUT)
     channel.barrier()
-    meet_ms = _milliseconds(channel.barrier)
+    ms = _milliseconds(channel.barrier)
     channel.close(meets=True)
-    return {"connections": found, "meet_ms": meet_ms}
+    return ms
 
 
-def judge_links(said: Sequence[dict[str, Any]]) -> Finding:
-    """Report who is connected to whom, and how long a question takes."""
-    pairs = {
-        (min(rank, link["rank"]), max(rank, link["rank"])): link["at"]
-        for rank, each in enumerate(said)
-        for link in each["connections"]
-    }
-    data = {"ranks": [*said]}
-    if not pairs:
-        return Finding("links", "ok", "one rank needs none", data=data)
-    within_host = sum(at.startswith("unix:") for at in pairs.values())
-    ms, rank, peer = max(
-        (link["ms"], rank, link["rank"]) for rank, each in enumerate(said) for link in each["connections"]
-    )
-    text = (
-        f"{len(pairs)} connections, {within_host} of them within a host: "
-        f"{', '.join(f'{a} to {b}' for a, b in sorted(pairs)[:4])}{', ...' if len(pairs) > 4 else ''};"
-        f" the slowest answers in {ms:.2f} ms (rank {peer} to rank {rank});"
-        f" all ranks meet in {max(each['meet_ms'] for each in said):.2f} ms"
-    )
-    return Finding("links", "ok", text, data=data)
+def judge_links(said: Sequence[float]) -> Finding:
+    """Report how long it takes all ranks to meet."""
+    if len(said) == 1:
+        return Finding("links", "ok", "one rank needs none")
+    text = f"all {len(said)} ranks are connected, and meet in {max(said):.2f} ms"
+    return Finding("links", "ok", text, data={"ms": [*said]})
 
 
-LINKS = Check(
-    "links",
-    connect,
-    judge_links,
-    seconds=40.0,  # those that connect give up after 30, and say whom they did not reach
-    needs="backend",
-    remedy=(
-        "Let TCP connections through between any two hosts, to ports of the system's choice. Where hosts have several"
-        " networks, name the right interface of each host in GLOO_SOCKET_IFNAME."
-    ),
+_REMEDY = (
+    "Let TCP connections through between any two hosts, to ports of the system's choice. Where hosts have several"
+    " networks, name the right interface of each host in GLOO_SOCKET_IFNAME."
 )
+LINKS = Check("links", connect, judge_links, seconds=40.0, needs="backend", remedy=_REMEDY)

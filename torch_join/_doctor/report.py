@@ -35,13 +35,8 @@ class Finding:
         return f"{text}\n{'':<18} what to do: {self.remedy}" if self.remedy else text
 
 
-def document(findings: Sequence[Finding], about: dict[str, Any]) -> str:
-    """Return the JSON document of a run.
-
-    Args:
-        findings: In the order of the checks.
-        about: What else it says of the run.
-    """
+def document(findings: Sequence[Finding], **about: Any) -> str:
+    """Return the JSON document of a run; `about` is what else it says of that."""
     checks = [asdict(finding) for finding in findings]
     return json.dumps({**about, "verdict": verdict_of(findings), "checks": checks}, indent=1)
 

@@ -1,20 +1,18 @@
-"""The checks in their order, and who runs them: the ranks of a job, or three that are started for it."""
+"""The checks in their order, and who runs them: the ranks of a job, or three that torchrun starts for it."""
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
-
-import torch.distributed as dist
+from typing import NoReturn, TextIO
 
 from torch_join import __version__
+from torch_join._base.errors import name_ranks
 from torch_join._doctor import connections, names, training, versions
-from torch_join._doctor.check import Check
-from torch_join._doctor.job import Job, SetupError, within
-from torch_join._doctor.launch import PARENT, SAID, UNUSED, end_without_parent, launch, watch_parent
+from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding, document, verdict_of
 
 CHECKS = [
@@ -23,90 +21,67 @@ CHECKS = [
     connections.BACKEND,
     connections.LINKS,
     training.EPOCH,
-    names.CHECK,  # here, since it has had time meanwhile
+    names.CHECK,
     training.COST,
 ]
-_END_SECONDS = 5.0  # for the end of the process group
+_RANKS = 3
+_END_SECONDS = 5.0  # for which ranks wait for each other at the end
+_AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # of ranks that `_launch` starts: what is said of a job that was not asked
+_SAID = 3  # the exit code of these where a check has failed and rank 0 has said so: Python ends with 1 by itself
 
 
 def examine(is_json: bool) -> int:
     """Run all checks as a rank of the job that there is, or of one that is started; return the exit code."""
     try:
-        job = Job.of_environment(os.environ)
-    except SetupError as error:
-        setup = Finding("setup", "failed", str(error), error.remedy, is_broken=True)
-        print(document([setup], {"torch_join": __version__}) if is_json else setup.line)
+        job = Job.of_environment()
+    except ValueError as error:
+        remedy = "Start the doctor by torchrun, or set RANK, WORLD_SIZE and MASTER_PORT as that does."
+        setup = Finding("setup", "failed", str(error), remedy, is_broken=True)
+        print(document([setup], torch_join=__version__) if is_json else setup.line)
         return 1
-    if job is None:
-        return launch(is_json, sum(check.seconds for check in CHECKS))
-    watch_parent()
-    begin = time.monotonic()
-    if job.local_rank == 0:
-        job.importing = names.start()
+    return _launch(is_json) if job is None else _run_as_rank(job, is_json)
+
+
+def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
+    """Yield what each check finds; what needs one that did not come to its end is not run."""
+    if around := os.environ.get(_AROUND):
+        text = f"this machine was checked, and not the job around it ({around})"
+        remedy = "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        yield Finding("job", "warning", text, remedy)
+    broken, missing = set[str](), list[int]()
+    for check in checks:
+        if missing:
+            finding = Finding(check.name, "not run", f"since {name_ranks(missing)} did not answer", is_broken=True)
+        elif check.needs in broken or (check.needs and job.store is None):
+            finding = Finding(check.name, "not run", f"since {check.needs!r} did not come to its end", is_broken=True)
+        else:
+            finding = check.run(job)
+            missing = finding.data.get("missing", [])
+        if finding.is_broken:
+            broken.add(check.name)
+        yield finding
+
+
+def _run_as_rank(job: Job, is_json: bool) -> NoReturn:
+    """Run all checks, of which rank 0 prints the findings, and end this process."""
+    faulthandler.register(signal.SIGTERM, chain=True)  # where torchrun ends a rank that hangs, its stack is printed
+    begin, findings = time.monotonic(), list[Finding]()
     with _own_stdout() as out:
-        findings = []
-        for finding in _until_told(run(job, CHECKS), job):
+        for finding in run(job, CHECKS):
             findings.append(finding)
-            end_without_parent()
             if job.rank == 0 and not is_json:
                 print(finding.line, file=out, flush=True)
             elif job.store is None and finding.verdict == "failed":  # nobody else hears of it
                 print(f"rank {job.rank}: {finding.line}", file=sys.stderr, flush=True)
         if job.rank == 0 and is_json:
             seconds = round(time.monotonic() - begin, 1)
-            about = {"torch_join": __version__, "world_size": job.world_size, "seconds": seconds}
-            print(document(findings, about), file=out, flush=True)
-        if job.store is not None:
-            job.part(_END_SECONDS)
-        is_well = not any(finding.is_broken for finding in findings)
-        if is_well and dist.is_initialized():
-            with contextlib.suppress(Exception):
-                within(_END_SECONDS, lambda: dist.destroy_process_group())
-        code = (SAID if PARENT in os.environ else 1) if verdict_of(findings) == "failed" else 0
-        sys.stderr.flush()
-        if not is_well:
-            os._exit(code)  # a thread of a check, or of the backend, may never end
-    return code
-
-
-class _ToldToEndError(BaseException):
-    """A launcher has told this rank to end, as where another one has died."""
-
-
-def _until_told(findings: Iterator[Finding], job: Job) -> Iterator[Finding]:
-    """Yield findings; on rank 0, where a launcher ends this process, also what was not done."""
-    if unused := os.environ.get(UNUSED):
-        text = f"this machine was checked, and not the job around it ({unused})"
-        yield Finding(
-            "job", "warning", text, "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
-        )
-    names_left = [check.name for check in CHECKS]
-
-    def end(*_: object) -> None:
-        raise _ToldToEndError
-
-    before = signal.signal(signal.SIGTERM, end) if job.rank == 0 else None
-    try:
-        for finding in findings:
-            names_left.remove(finding.name)
-            yield finding
-    except _ToldToEndError:
-        text = "the launcher has ended this rank: another one has died, or it was told to stop"
-        yield from (Finding(name, "not run", text, is_broken=True) for name in names_left)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield what each check finds; what needs one that did not come to its end is not run."""
-    broken: set[str] = set()
-    for check in checks:
-        can_run = check.needs not in broken and (job.store is not None or not check.needs)
-        finding = check.run(job) if can_run else check.not_run()
-        if finding.is_broken:
-            broken.add(check.name)
-        yield finding
+            print(document(findings, torch_join=__version__, world_size=job.world_size, seconds=seconds), file=out)
+    is_said = job.rank == 0 or job.store is not None
+    with contextlib.suppress(Exception):  # no rank ends before rank 0 has printed, and all have the last finding
+        job.collect("end", None, _END_SECONDS)
+    sys.stderr.flush()
+    failed = _SAID if is_said and _AROUND in os.environ else 1
+    os._exit(failed if verdict_of(findings) == "failed" else 0)  # a thread of the backend may never end
 
 
 @contextlib.contextmanager
@@ -121,3 +96,34 @@ def _own_stdout() -> Iterator[TextIO]:
             sys.stdout.flush()
             out.flush()
             os.dup2(out.fileno(), 1)
+
+
+def _launch(is_json: bool) -> int:
+    """Have torchrun start three ranks on this machine, and return the exit code."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ[_AROUND] = ", ".join(_job_around())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = ["--standalone", "--nnodes=1", f"--nproc-per-node={_RANKS}", "--local-addr=127.0.0.1"]
+    try:
+        torchrun.main([*options, "-m", "torch_join", "doctor", *(["--json"] if is_json else [])])
+    except SignalException as told:
+        return 128 + told.sigval
+    except ChildFailedError as error:
+        if all(failure.exitcode != _SAID for failure in error.failures.values()):
+            rank, first = error.get_first_failure()
+            how = f"exit code {first.exitcode}" if first.exitcode >= 0 else f"signal {first.signal_name()}"
+            remedy = "What it has written to stderr says more."
+            ranks = Finding("ranks", "failed", f"rank {rank} ended with {how}", remedy, is_broken=True)
+            print(document([ranks], torch_join=__version__, world_size=_RANKS) if is_json else ranks.line)
+        return 1
+    return 0
+
+
+def _job_around() -> Iterator[str]:
+    """Yield what says that there is a job of several ranks, of which this process does not know its own."""
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR"):
+        if os.environ.get(name, "") not in ("", "0", "1"):
+            yield f"{name}={os.environ[name]}"

@@ -12,21 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._doctor.check import Check
-from torch_join._doctor.job import Job
+from torch_join._doctor.check import Check, Job
+from torch_join._doctor.connections import TIMEOUT
 from torch_join._doctor.report import Finding
 from torch_join.join import Join
 
 _SEED = 7
-_RATE = 1e-2
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # where a device has no float64
 
 # ------------------------------------------------------------ an uneven epoch
-
-
-def lengths_of(world_size: int) -> list[int]:
-    """Return how many batches each rank has: the first has none, unless it is alone."""
-    return [3] if world_size == 1 else [0, *(3 + 2 * (index % 3) for index in range(world_size - 1))]
 
 
 def train_unevenly(job: Job) -> dict[str, Any]:
@@ -34,15 +28,14 @@ def train_unevenly(job: Job) -> dict[str, Any]:
     dtype = torch.float32 if job.device.type == "mps" else torch.float64
     network = _network(7, 5).to(job.device, dtype)
     reference = copy.deepcopy(network).cpu()
-    lengths = lengths_of(job.world_size)
+    # The first rank has no batch, unless it is alone.
+    lengths = [0, *(3 + 2 * (index % 3) for index in range(job.world_size - 1))] if job.world_size > 1 else [3]
     batches = [_batches(rank, length, 4, 7, dtype) for rank, length in enumerate(lengths)]
     ddp = _wrap(network, job)
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=_RATE)
-    with Join([ddp, optimizer]) as join:
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
+    with Join([ddp, optimizer], timeout=TIMEOUT) as join:
         for batch in join.batches([batch.to(job.device) for batch in batches[job.rank]]):
-            optimizer.zero_grad()
-            loss_of(ddp(batch)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            _step(ddp, optimizer, batch)
     _train_in_one_process(reference, batches)
     pairs = zip(network.parameters(), reference.parameters(), strict=True)
     difference = max((one.detach().cpu() - other.detach()).abs().max().item() for one, other in pairs)
@@ -52,7 +45,7 @@ def train_unevenly(job: Job) -> dict[str, Any]:
 
 def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]]) -> None:
     """Do what the ranks do together: each step has the sum of the active ranks' gradients, over the world size."""
-    optimizer = torch.optim.Adam(network.parameters(), lr=_RATE)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     for step in range(max(map(len, batches))):
         optimizer.zero_grad()
         for own in batches:
@@ -63,11 +56,9 @@ def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]
 
 def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
     """Compare the largest difference of all ranks with what rounding explains."""
-    differences = [float(each["difference"]) for each in said]
+    differences, bound = [float(each["difference"]) for each in said], said[0]["bound"]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
-    bound = said[0]["bound"]
-    counts = [each["batches"] for each in said]
-    shown = f"{', '.join(map(str, counts[:4]))}{', ...' if len(counts) > 4 else ''}"
+    shown = ", ".join(str(each["batches"]) for each in said[:4]) + (", ..." if len(said) > 4 else "")
     text = f"ranks with {shown} batches end at most {worst:.1e} from one process (rounding explains {bound:.0e})"
     if worst <= bound:
         return Finding("epoch", "ok", text, data={"ranks": [*said]})
@@ -75,54 +66,42 @@ def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
     return Finding("epoch", "failed", text, remedy, {"ranks": [*said]})
 
 
-EPOCH = Check(
-    "epoch",
-    train_unevenly,
-    judge_epoch,
-    seconds=30.0,
-    needs="links",
-    remedy="If the checks before are well, report this, with what --json prints.",
-)
+_REMEDY = "If the checks before are well, report this, with what --json prints."
+EPOCH = Check("epoch", train_unevenly, judge_epoch, seconds=40.0, needs="links", remedy=_REMEDY)
 
 # ------------------------------------------------------------ what it costs
 
 _PAIRS, _STEPS, _WARM_UP = 12, 8, 2
 _WARNS_ABOVE = 1.2
-_SIZES = {"cuda": (2048, 2048)}  # width and samples
-_SMALL = (256, 128)  # about 5 ms of one core
 
 
 def measure(job: Job) -> list[tuple[float, float]]:
     """Return, for each pair, the milliseconds of an even step with plain DDP, and with `Join`."""
-    width, samples = _SIZES.get(job.device.type, _SMALL)
+    width, samples = (2048, 2048) if job.device.type == "cuda" else (256, 128)  # about 5 ms of one core
     ddp = _wrap(_network(width, width, width, width).to(job.device), job)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     batches = [batch.to(job.device) for batch in _batches(job.rank, 1, samples, width, torch.float32)]
     batches *= _WARM_UP + _STEPS
+
+    def time_steps(joins: bool) -> float:
+        starts = []
+        with Join([ddp, optimizer], timeout=TIMEOUT) if joins else nullcontext() as join:
+            for batch in batches if join is None else join.batches(batches):
+                starts.append(_now(job))
+                _step(ddp, optimizer, batch)
+            return 1000 * (_now(job) - starts[_WARM_UP]) / _STEPS
+
     pairs = []
     for index in range(_PAIRS + 1):
-        found = {}
-        for joins in (False, True) if index % 2 else (True, False):
-            found[joins] = _time_steps(ddp, optimizer, batches, job, joins)
-        pairs.append((found[False], found[True]))
+        one, other = time_steps(bool(index % 2)), time_steps(not index % 2)
+        pairs.append((other, one) if index % 2 else (one, other))
     return pairs[1:]  # DDP rebuilds its buckets in the first
 
 
-def _time_steps(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: list[Tensor], job: Job, joins: bool
-) -> float:
-    with Join([ddp, optimizer]) if joins else nullcontext() as join:
-        starts = []
-        for batch in batches if join is None else join.batches(batches):
-            if job.device.type != "cpu":
-                torch.accelerator.synchronize(job.device)
-            starts.append(time.perf_counter())
-            optimizer.zero_grad()
-            loss_of(ddp(batch)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        if job.device.type != "cpu":
-            torch.accelerator.synchronize(job.device)
-        return 1000 * (time.perf_counter() - starts[_WARM_UP]) / (len(starts) - _WARM_UP)
+def _now(job: Job) -> float:
+    if job.device.type != "cpu":
+        torch.accelerator.synchronize(job.device)
+    return time.perf_counter()
 
 
 def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
@@ -145,10 +124,8 @@ COST = Check("cost", measure, judge_cost, seconds=60.0, needs="epoch")
 
 def _network(*widths: int) -> nn.Module:
     torch.manual_seed(_SEED)
-    layers: list[nn.Module] = []
-    for before, after in zip(widths, (*widths[1:], widths[0]), strict=True):
-        layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers)
+    pairs = zip(widths, (*widths[1:], widths[0]), strict=True)
+    return nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())))
 
 
 def _batches(rank: int, count: int, samples: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -156,10 +133,16 @@ def _batches(rank: int, count: int, samples: int, width: int, dtype: torch.dtype
     return [torch.randn(samples, width, generator=generator, dtype=dtype) for _ in range(count)]
 
 
+def _wrap(network: nn.Module, job: Job) -> DistributedDataParallel:
+    return DistributedDataParallel(network, device_ids=None if job.device.type == "cpu" else [job.device.index])
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+    loss_of(model(batch)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
 def loss_of(output: Tensor) -> Tensor:
     """Return the mean of the squares."""
     return (output**2).mean()
-
-
-def _wrap(network: nn.Module, job: Job) -> DistributedDataParallel:
-    return DistributedDataParallel(network, device_ids=None if job.device.type == "cpu" else [job.device.index])

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_join import __version__
-from torch_join._doctor.check import Check
-from torch_join._doctor.job import Job
+from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding
 
 # A copy of what the table says, which `scripts/versions` writes: by package, the lowest version, and those that ran.
 TESTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "tested.json").read_text())
 
 
-def find_versions(_: Job | None = None) -> dict[str, str]:
+def find_versions(_: Job) -> dict[str, str]:
     """Return the versions of what is installed, of the packages that the table has."""
     found = {"torch_join": __version__, "python": platform.python_version()}
     for package in TESTED:
@@ -27,10 +26,32 @@ def find_versions(_: Job | None = None) -> dict[str, str]:
     return found
 
 
-def standing_of(version: str, lowest: str, tested: Sequence[str]) -> str:
-    """Say how a version stands to those that were tested."""
-    number, ran = _number(version), sorted(map(_number, tested))
-    if number < _number(lowest):
+def judge_versions(ranks: Sequence[Mapping[str, str]]) -> Finding:
+    """Report how the versions stand, and where ranks have different ones."""
+    texts, remedies, standings = [], [], {}
+    for name in dict.fromkeys(name for each in ranks for name in each):
+        versions = sorted({each.get(name, "none") for each in ranks})
+        standing = standings[name] = "differs between ranks" if len(versions) > 1 else _standing_of(name, versions[0])
+        texts.append(f"{name} {', '.join(versions)}" + (f" ({standing})" if standing else ""))
+        if len(versions) > 1:
+            remedies.append(f"Install one version of {name} on all hosts.")
+        elif standing == "older than supported":
+            remedies.append(f"Upgrade {name}: at least {TESTED[name]['lowest']} is needed.")
+        elif standing == "newer than any tested":
+            remedies.append(f"The newest {name} that was tested is {TESTED[name]['tested'][-1]}.")
+    is_old = "older than supported" in map(standings.get, ["python", "torch"])
+    verdict = "failed" if is_old or standings["torch_join"] else "warning" if remedies else "ok"
+    data = {"ranks": [*ranks], "standings": standings}
+    return Finding("versions", verdict, ", ".join(texts), " ".join(remedies), data)  # type: ignore[arg-type]
+
+
+def _standing_of(package: str, version: str) -> str:
+    """Say how a version stands to those that were tested; nothing of a package that the table does not have."""
+    if package not in TESTED:
+        return ""
+    digits = 2 if package == "python" else None  # whose patch releases change nothing here
+    number, ran = _number(version)[:digits], sorted(_number(tested)[:digits] for tested in TESTED[package]["tested"])
+    if number < _number(TESTED[package]["lowest"]):
         return "older than supported"
     if number in ran:
         return "as tested"
@@ -44,43 +65,6 @@ def _number(version: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:  # 2.6 and 2.6.0 are one
         numbers.pop()
     return tuple(numbers)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def judge_versions(ranks: Sequence[Mapping[str, str] | None]) -> Finding:
-    """Report how the versions stand, and where ranks have different ones."""
-    said = [each for each in ranks if each is not None]
-    standings, remedies, texts = {}, [], []
-    for name in dict.fromkeys(name for each in said for name in each):
-        versions = sorted({each.get(name, "none") for each in said})
-        if len(versions) > 1:
-            standings[name] = "differs"
-            texts.append(f"{name} {', '.join(versions)} (differs between ranks)")
-            remedies.append(f"Install one version of {name} on all hosts.")
-        elif name in TESTED:
-            tested = TESTED[name]["tested"]
-            if name == "python":  # whose patch releases change nothing here
-                standing = standing_of(_minor(versions[0]), TESTED[name]["lowest"], [*map(_minor, tested)])
-            else:
-                standing = standing_of(versions[0], **TESTED[name])
-            standings[name] = standing
-            texts.append(f"{name} {versions[0]} ({standing})")
-            if standing == "older than supported":
-                remedies.append(f"Upgrade {name}: at least {TESTED[name]['lowest']} is needed.")
-            elif standing == "newer than any tested":
-                remedies.append(f"The newest {name} that was tested is {TESTED[name]['tested'][-1]}.")
-        else:
-            texts.append(f"{name} {versions[0]}")
-    failed = (
-        "older than supported" in map(standings.get, ["python", "torch"]) or standings.get("torch_join") == "differs"
-    )
-    warns = {"newer than any tested", "older than supported", "differs"} & {*standings.values()}
-    data = {"ranks": [*ranks], "standings": standings}
-    verdict = "failed" if failed else "warning" if warns else "ok"
-    return Finding("versions", verdict, ", ".join(texts), " ".join(remedies), data)  # type: ignore[arg-type]
 
 
 CHECK = Check("versions", find_versions, judge_versions, seconds=10.0)
