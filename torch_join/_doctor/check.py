@@ -49,10 +49,11 @@ class Job:
         """
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
-        rank, world_size, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-        if rank >= world_size:
+        rank, world_size, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if not 0 <= rank < world_size:
             raise ValueError(f"RANK is {rank}, and WORLD_SIZE {world_size}")
-        return cls(rank, world_size, _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size))
+        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(rank, world_size, *local)
 
     def collect(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
         """Tell all ranks something, and return what each has told by this name, by rank, of those that do in time."""
@@ -62,13 +63,6 @@ class Job:
         with suppress(RuntimeError):  # some do not
             store.wait(keys, timedelta(seconds=seconds))
         return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-
-
-def _number(name: str, default: int | str = "") -> int:
-    said = os.environ.get(name, str(default))
-    if not said.isdecimal():
-        raise ValueError(f"{name} is {said!r}, and no whole number")
-    return int(said)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,9 @@ def examine(is_json: bool) -> int:
     try:
         job = Job.of_environment()
     except ValueError as error:
-        remedy = "Start the doctor by torchrun, or set RANK, WORLD_SIZE and MASTER_PORT as that does."
-        setup = Finding("setup", "failed", str(error), remedy, is_broken=True)
+        text = f"the environment is wrong: {error}"
+        remedy = "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT to whole numbers, as torchrun does."
+        setup = Finding("setup", "failed", text, remedy, is_broken=True)
         print(document([setup], torch_join=__version__) if is_json else setup.line)
         return 1
     return _launch(is_json) if job is None else _run_as_rank(job, is_json)

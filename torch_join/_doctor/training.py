@@ -60,10 +60,8 @@ def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
     shown = ", ".join(str(each["batches"]) for each in said[:4]) + (", ..." if len(said) > 4 else "")
     text = f"ranks with {shown} batches end at most {worst:.1e} from one process (rounding explains {bound:.0e})"
-    if worst <= bound:
-        return Finding("epoch", "ok", text, data={"ranks": [*said]})
-    remedy = "Do not train on uneven data here, and report this, with what --json prints."
-    return Finding("epoch", "failed", text, remedy, {"ranks": [*said]})
+    remedy = "" if worst <= bound else "Do not train on uneven data here, and report this, with what --json prints."
+    return Finding("epoch", "failed" if remedy else "ok", text, remedy, {"ranks": [*said]})
 
 
 _REMEDY = "If the checks before are well, report this, with what --json prints."
@@ -111,10 +109,9 @@ def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
     ratio = statistics.median(with_join / without for without, with_join in slowest)
     text = f"an even step takes {plain:.2f} ms with plain DDP, {joined:.2f} ms with Join: {ratio:.2f} times as long"
     data = {"plain_ms": plain, "join_ms": joined, "ratio": ratio, "pairs": slowest}
-    if ratio <= _WARNS_ABOVE:
-        return Finding("cost", "ok", text, data=data)
     remedy = "Measure again while nothing else runs here; steps as short as these show what a call costs."
-    return Finding("cost", "warning", text, remedy, data)
+    is_well = ratio <= _WARNS_ABOVE
+    return Finding("cost", "ok" if is_well else "warning", text, "" if is_well else remedy, data)
 
 
 COST = Check("cost", measure, judge_cost, seconds=60.0, needs="epoch")
