@@ -74,7 +74,7 @@ def test_it_leaves_no_process(number: signal.Signals) -> None:
     assert process.stdout is not None
     assert "all 3 ranks reach it" in process.stdout.readline()
     process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
     failed = [line for line in said.splitlines() if line.startswith("failed")]
     assert all("lost the job's store" in line for line in failed), said
