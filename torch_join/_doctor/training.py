@@ -35,7 +35,7 @@ def train_unevenly(job: Job) -> dict[str, Any]:
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
     with Join([ddp, optimizer], timeout=TIMEOUT) as join:
         for batch in join.batches([batch.to(job.device) for batch in batches[job.rank]]):
-            _step(ddp, optimizer, batch)
+            _take_step(ddp, optimizer, batch)
     _train_in_one_process(reference, batches)
     pairs = zip(network.parameters(), reference.parameters(), strict=True)
     difference = max((one.detach().cpu() - other.detach()).abs().max().item() for one, other in pairs)
@@ -86,7 +86,7 @@ def measure(job: Job) -> list[tuple[float, float]]:
         with Join([ddp, optimizer], timeout=TIMEOUT) if joins else nullcontext() as join:
             for batch in batches if join is None else join.batches(batches):
                 starts.append(_now(job))
-                _step(ddp, optimizer, batch)
+                _take_step(ddp, optimizer, batch)
             return 1000 * (_now(job) - starts[_WARM_UP]) / _STEPS
 
     pairs = []
@@ -134,7 +134,7 @@ def _wrap(network: nn.Module, job: Job) -> DistributedDataParallel:
     return DistributedDataParallel(network, device_ids=None if job.device.type == "cpu" else [job.device.index])
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+def _take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     optimizer.zero_grad()
     loss_of(model(batch)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
