@@ -41,9 +41,13 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
 
 def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
     """Whether `is_gone` can tell, at once: gloo can, unless it connects as late as it sends something."""
-    if not can_send(group, "cpu") or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
-        return False
-    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0") and is_of_gloo(group)
+
+
+def is_of_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo sends what is on CPUs."""
+    gloo = getattr(dist, "ProcessGroupGloo", ())
+    return can_send(group, "cpu") and isinstance(group._get_backend(torch.device("cpu")), gloo)
 
 
 def can_send(group: dist.ProcessGroup, kind: str) -> bool:

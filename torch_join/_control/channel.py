@@ -20,7 +20,7 @@ from torch_join._control._links import node as _node
 from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
-from torch_join._control.peers import LEFT, MOST_TEXT, SILENT, Peers
+from torch_join._control.peers import LEFT, MOST_TEXT, Peers
 from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Channel:
         self.suspect: Callable[[], object] = lambda: None
         self.looks_every = _LOOKS_EVERY
         self.before_meeting: Callable[[], object] = lambda: None
-        self._peers = Peers(self.rank, self.global_ranks, tree.node.processes)
+        self._peers = Peers(self.rank, self.global_ranks, tree.node.processes, tree.node.layout.elsewhere)
         self.barrier_number, self._them = 0, 0  # and of whom that is
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
@@ -418,8 +418,9 @@ class Channel:
         if failure is not None:
             return failure, health
         if silent:
-            text = f"{what}, and {self._peers.name(silent)} did not answer: killed, or stopped. Its own log says why."
-            return PeerFailedError(text, ranks[silent[0]], SILENT), health
+            why = self._peers.why_silent(silent)
+            text = f"{what}, and {self._peers.name(silent)} did not answer: {why}"
+            return PeerFailedError(text, ranks[silent[0]], f"it does not answer: {why}"), health
         return self.explain({ranks[rank]: status for rank, (_, status) in answers.items()}), health
 
     def _place(self) -> bytes:

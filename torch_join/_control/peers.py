@@ -14,7 +14,6 @@ GONE = (
 )
 BROKEN = "the link between ranks"
 LEFT = "it has destroyed the process group, or ended, before the others."
-SILENT = "it does not answer: it was killed, or is stopped. Its own log says why."
 
 
 class Peers:
@@ -24,10 +23,17 @@ class Peers:
         rank: This rank.
         global_ranks: By rank, its number in the whole job, which errors say.
         processes: Of other ranks, those on this rank's host.
+        hosts: The names of the hosts of those that are elsewhere.
     """
 
-    def __init__(self, rank: int, global_ranks: Sequence[int], processes: Mapping[int, Process]) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        global_ranks: Sequence[int],
+        processes: Mapping[int, Process],
+        hosts: Mapping[int, str] | None = None,
+    ) -> None:
+        self.rank, self.hosts = rank, hosts or {}
         self.global_ranks = global_ranks
         self.processes = processes
         self._suspects: dict[int, float] = {}  # at the last look: ranks that may be in others' way, since when
@@ -37,10 +43,17 @@ class Peers:
         me, other = self.global_ranks[self.rank], rank
         if rank < len(self.global_ranks):
             other = self.global_ranks[rank]
-        text = f"Rank {other} failed, so rank {me} cannot go on. Rank {other}: {reason}"
+        where = f" (on {self.hosts[rank]})" if rank in self.hosts else ""
+        text = f"Rank {other}{where} failed, so rank {me} cannot go on. Rank {other}: {reason}"
         if reason.startswith(BROKEN):
             text = f"Rank {me} cannot go on: {reason}"
         return PeerFailedError(text, other, reason)
+
+    def why_silent(self, ranks: Iterable[int]) -> str:
+        """Say why ranks do not answer."""
+        hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
+        gone = f", or the host ({', '.join(hosts)}) or the network to it is gone" if hosts else ""
+        return f"killed, or stopped{gone}. Its own log says why."
 
     def name(self, ranks: Iterable[int]) -> str:
         """Write ranks in words."""

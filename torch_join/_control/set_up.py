@@ -27,10 +27,15 @@ _MOST_PAUSE = 0.05  # seconds between two looks; at more than 250 ranks longer, 
 _ASKS_AFTER, _ASKS_EVERY = 0.1, 2.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
 _TELLS_WITHIN = 1.0  # seconds, in which a rank that has ended may have told why, or others of it
 _BREAKS_WITHIN = 4.0  # seconds, in which it shows who has broken a collective
+_ANSWERS_WITHIN = 5.0  # seconds, for which the store may take longer than all ranks do to come
 _HEARS_WITHIN = 2.0  # seconds, for which the store's host waits until all have heard of a failure
 STORE_GONE = (
     "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was killed or has exited early. Its"
     " own log says why."
+)
+STORE_SILENT = (
+    "The rank that hosts the job's key-value store (as a rule rank 0) does not answer: its process is stopped, or its"
+    " host, or the network to it, is gone."
 )
 
 
@@ -138,8 +143,16 @@ class SetUp:
         self._request(lambda: raise_any(self._told()))
 
     def _request(self, act: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self._timeout + _ANSWERS_WITHIN
+
+        def look() -> None:
+            self._look_at_peers()
+            if time.monotonic() > deadline:
+                me = self.peers.global_ranks[self.rank]
+                raise JoinTimeoutError(f"Rank {me} waited {self._timeout:.0f} s to be connected. {STORE_SILENT}")
+
         try:
-            return run_polling(act, self._look_at_peers)
+            return run_polling(act, look)
         except dist.DistNetworkError as error:
             self._find_cause(error)
             raise PeerFailedError(STORE_GONE) from error

@@ -112,7 +112,7 @@ class Position:
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)
-            iterator = _begin_again(loader) if after or place is not None else iter(loader)
+            iterator = _begin_again(loader, self._begun) if after or place is not None else iter(loader)
         else:
             _check_same(loader, self._size, place, f" Where an epoch has several loops, {_NAMES}")
             self.first, self._begun = place["taken"], place["begun"]
@@ -447,11 +447,17 @@ def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     return iterator
 
 
-def _begin_again(loader: Any) -> Iterator[Any]:
-    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did."""
+def _begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
+    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did.
+
+    Args:
+        loader: The loader.
+        begun: What `drawing` has returned; so that is there.
+    """
     generator = getattr(loader, "generator", None)
     if generator is None or not reuses_workers(loader, now=False):
         return iter(loader)
+    begun["reuses"] = True
     before = torch.default_generator.get_state()
     loader.generator = None
     try:

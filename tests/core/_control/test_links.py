@@ -55,6 +55,8 @@ class Ends:
         self.lost: list[int] = []
         self.first = kind({1: self.ours}, lambda *message: self.got[0].append(message), self.lost.extend)
         self.second = kind({0: theirs}, lambda *message: self.got[1].append(message), self.lost.extend)
+        self.first.begin()
+        self.second.begin()
 
     def close(self) -> None:
         self.first.close()
@@ -104,6 +106,7 @@ def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
     ours, theirs = connected()
     lost: list[int] = []
     links = Links({1: ours}, lambda *_: None, lost.extend)
+    links.begin()
     links.send([1], 3, 0, bytes(30_000_000))
     theirs.close()
     wait(lambda: len(lost) >= 3)  # the thread looks again and again
@@ -126,6 +129,7 @@ def test_messages_that_come_in_pieces_are_put_together(piece: int) -> None:
     ours, theirs = socket.socketpair()
     got: list[Any] = []
     links = Links({1: ours}, lambda *message: got.append(message), lambda _: None)
+    links.begin()
     texts = [b"", b"a", b"bc" * 9, b"", b"d" * 40]
     data = b"".join(struct.pack("<IBI", len(text), 3, 7) + text for text in texts)
     links.begin_reading()  # so that the thread does not
@@ -230,6 +234,7 @@ def test_who_waits_amid_a_message_reads_the_others_in_order() -> None:
             links.read(1.0)
 
     links = Links({1: ours}, handle, lambda _: None)
+    links.begin()
     links.begin_reading()
     theirs.sendall(b"".join(struct.pack("<IBI", 1, 3, 7) + text for text in (b"1", b"2", b"3")))
     links.read(1.0)
@@ -267,6 +272,7 @@ def test_a_message_that_is_too_long_ends_the_connection() -> None:
     ours, theirs = connected()
     lost: list[int] = []
     links = Links({5: ours}, lambda *_: None, lost.extend)
+    links.begin()
     theirs.sendall((MOST_BYTES + 1).to_bytes(4, "little") + bytes(5))
     wait(lambda: lost)
     links.close()

@@ -5,12 +5,14 @@ Whoever connects is given five seconds, and does not hold up others. Both ends l
 
 import errno
 import hmac
+import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from torch_join._base.errors import JoinError
 
@@ -19,7 +21,7 @@ HOSTS_OWN = "unix:"  # begins an address that is a name in Linux's abstract name
 _LOOKS_EVERY = 0.1  # seconds
 _STRANGER_SECONDS = 5.0  # for one that has not shown what it knows
 _MOST_STRANGERS = 64
-_REACHES_WITHIN = 2.0  # an address, before it is the next one's turn
+_REACHES_WITHIN = 2.0  # before all addresses are tried again
 _NONCE = 16
 _HELLO = struct.Struct(f"<I{_NONCE}s32s")  # rank, what the other end has to sign, the signature
 
@@ -121,16 +123,10 @@ def _check(stranger: _Stranger, secret: bytes) -> int | None:
 
 
 def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Callable[[], None]) -> socket.socket:
-    addresses, port = where
-    problems = []
+    """Connect to a rank that listens, by whichever of its addresses reaches it first."""
+    problems: list[str] = []
     while time.monotonic() < deadline:
-        for address in addresses:
-            look()
-            try:
-                connection = _reach(address, port)
-            except OSError as error:
-                problems.append(f"{address}: {error}")
-                continue
+        for address, connection in _reached(*where, look, problems):
             try:
                 connection.settimeout(_LOOKS_EVERY)
                 nonce = secrets.token_bytes(_NONCE)
@@ -149,16 +145,45 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
     raise TimeoutError(f"its parent in the tree cannot be reached, at {'; '.join([*dict.fromkeys(problems)][:8])}")
 
 
+def _reached(
+    addresses: Sequence[str], port: int, look: Callable[[], None], problems: list[str]
+) -> Iterator[tuple[str, socket.socket]]:
+    """Connect to all addresses at once; yield each that is reached with its connection, and note why others are not."""
+    deadline = time.monotonic() + _REACHES_WITHIN
+    with selectors.DefaultSelector() as selector:
+        try:
+            for address in addresses:
+                try:
+                    selector.register(_reach(address, port), selectors.EVENT_WRITE, address)
+                except OSError as problem:
+                    problems.append(f"{address}: {problem}")
+            while selector.get_map() and time.monotonic() < deadline:
+                look()
+                for key, _ in selector.select(_LOOKS_EVERY):
+                    connection = selector.unregister(key.fileobj).fileobj
+                    assert isinstance(connection, socket.socket)
+                    if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        problems.append(f"{key.data}: {os.strerror(error)}")
+                        connection.close()
+                    else:
+                        yield key.data, connection
+        finally:
+            for key in [*selector.get_map().values()]:
+                problems.append(f"{key.data}: no answer")
+                cast(socket.socket, key.fileobj).close()
+
+
 def _reach(address: str, port: int) -> socket.socket:
+    """Begin to connect; when a connection can be written to, it is there or has failed."""
+    place: Any = "\0" + address.removeprefix(HOSTS_OWN)
+    family = socket.AF_UNIX
     if not address.startswith(HOSTS_OWN):
-        return socket.create_connection((address, port), timeout=_REACHES_WITHIN)
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(_REACHES_WITHIN)
-        connection.connect("\0" + address.removeprefix(HOSTS_OWN))
-    except BaseException:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family)
+    connection.setblocking(False)
+    if (error := connection.connect_ex(place)) not in (0, errno.EINPROGRESS):
         connection.close()
-        raise
+        raise OSError(error, os.strerror(error))
     return connection
 
 

@@ -20,6 +20,7 @@ class Layout:
     Attributes:
         parent: Whom this rank passes beats on to; `None` for rank 0.
         children: Who passes them on to this rank.
+        elsewhere: The names of other hosts than this rank's, by the ranks that are there.
         below: By child, the ranks that reach this one through it, as the bits of a number.
     """
 
@@ -32,6 +33,7 @@ class Layout:
             for index, other in enumerate(ranks):
                 if index or other not in parents:
                     parents[other] = ranks[(index - 1) // _WIDTH] if index else None
+        self.elsewhere = {other: host.split()[0] for other, host in enumerate(hosts) if host != hosts[rank]}
         self._parents, self._rank = parents, rank
         self.parent = parents[rank]
         self.children = [child for child, parent in parents.items() if parent == rank]

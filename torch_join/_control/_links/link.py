@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 _HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
 MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
-# So that the end of a host, or of the network to it, is noticed where nothing is said: after about 40 seconds.
-_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+# So that the end of a host, or of the network to it, is noticed after about 40 seconds: where nothing is said, and, in
+# milliseconds, where a message is under way, for which the system sends no keepalive.
+_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 40_000}
 
 
 def pack(kind: int, stream: int, payload: bytes) -> bytes:

@@ -75,7 +75,11 @@ class Links:
         self._open()
         self._thread = threading.Thread(target=self._forward, name="torch_join links", daemon=True)
         _alive.add(self)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Begin to read in the thread: whatever is called with messages is ready for them."""
+        if not self._closing:
+            self._thread.start()
 
     # ------------------------------------------------------------ what `PortableLinks` does otherwise
 
@@ -223,7 +227,7 @@ class Links:
         with self.lock:
             self._closing = True
         self._wake()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._drop()
 

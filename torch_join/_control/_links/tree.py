@@ -46,6 +46,7 @@ class Tree:
         self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # that are open, by their streams
         self.watch: object = None  # what watches them
         self.close = weakref.finalize(self, self.links.close)
+        self.links.begin()
 
     @classmethod
     def of_one(cls) -> "Tree":

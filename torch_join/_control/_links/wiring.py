@@ -1,11 +1,12 @@
 """Making the connections of a tree: who listens where, and how both ends know each other.
 
-A rank with children listens until these are there, and no longer; on the interface that GLOO_SOCKET_IFNAME names, else
-on all. Where all of them are on its host it is a socket of that host alone, if one can be had: what goes over it costs
-a third of what TCP does (send and receive: 2.5 and 7.8 us). Both ends show that they know a secret, which goes over the
-process group.
+A rank with children listens until these are there, and no longer; at the address where gloo does (that of the interface
+which GLOO_SOCKET_IFNAME names, or of the host's name), without gloo at all of them. Where all of them are on its host
+it is a socket of that host alone, if one can be had: what goes over it costs a third of what TCP does (send and
+receive: 2.5 and 7.8 us). Both ends show that they know a secret, which goes over the process group.
 """
 
+import errno
 import os
 import secrets
 import socket
@@ -31,6 +32,7 @@ from torch_join._control.set_up import SetUp
 _WITHIN = 30.0  # seconds, for all connections
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+_LOCAL = ("127.", "fe80:", "::1")  # begins addresses that are none for other hosts
 
 _Here = tuple[str, int, int]  # host, and process: 0 where the system does not tell of others
 
@@ -62,7 +64,8 @@ def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
     where: Where = [], 0
     try:
         if layout.children:
-            listener = _listen(all(everyone[child][0] == here[0] for child in layout.children))
+            is_own = all(everyone[child][0] == here[0] for child in layout.children)
+            listener = _listen_on_this_host() if is_own else _listen(_compat.is_of_gloo(group))
             where = _where(listener)
     except OSError as error:
         problem, where = f"rank {names[rank]} cannot listen: {error}", ([], -1)
@@ -119,29 +122,56 @@ def _share_secret(group: dist.ProcessGroup, look: Callable[[], None]) -> bytes:
 # ------------------------------------------------------------ where to listen
 
 
-def _listen(on_this_host: bool) -> socket.socket:
-    if on_this_host:
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            listener.bind(f"\0torch_join {secrets.token_hex(16)}")
-            listener.listen(128)
-            return listener
-        except OSError:  # a sandbox may forbid it
-            listener.close()
-            return socket.create_server(("127.0.0.1", 0), backlog=128)
+def _listen_on_this_host() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0torch_join {secrets.token_hex(16)}")
+        listener.listen(128)
+        return listener
+    except OSError:  # a sandbox may forbid it
+        listener.close()
+        return socket.create_server(("127.0.0.1", 0), backlog=128)
+
+
+def _listen(where_gloo_does: bool) -> socket.socket:
+    """Listen to other hosts.
+
+    Raises:
+        OSError: The interface that is named has no address.
+    """
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
-        return socket.create_server((_address_of(name), 0), backlog=128)
+        addresses = _addresses_of(name)
+        if not addresses:
+            raise OSError(errno.EADDRNOTAVAIL, f"{name} ({_INTERFACE}) has no address")
+        return _listen_at(addresses[0])
+    # As gloo does: at the first address of the host's name that is one of this host.
+    with suppress(OSError):
+        for *_, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if where_gloo_does and not str(address).startswith(_LOCAL):
+                with suppress(OSError):
+                    return _listen_at(str(address))
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=128)
 
 
-def _address_of(interface: str) -> str:
+def _listen_at(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=128)
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface by which other hosts may reach it: that of IPv4 first."""
     import fcntl  # of POSIX, as the rest is
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    found = []
+    request = struct.pack("256s", interface.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it may have IPv6 alone
+        found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+    with suppress(OSError), open("/proc/net/if_inet6") as file:  # of each: address, ..., and the interface
+        rows = [line.split() for line in file]
+        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
+    return [address for address in found if not address.startswith("fe80:")]
 
 
 def _where(listener: socket.socket) -> Where:
@@ -153,15 +183,10 @@ def _where(listener: socket.socket) -> Where:
 
 
 def _addresses() -> list[str]:
-    """Return this host's addresses: the most likely to be reached first."""
-    found = []
-    for _, name in socket.if_nameindex():
-        with suppress(OSError):
-            found.append(_address_of(name))
-    with suppress(OSError), open("/proc/net/if_inet6") as file:  # of each: address, ..., and the interface
-        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in file]
+    """Return this host's addresses."""
+    found = [address for _, name in socket.if_nameindex() for address in _addresses_of(name)]
     if not found:  # no Linux
         with suppress(OSError):
             found = [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)]
-    outside = [address for address in found if not address.startswith(("127.", "fe80:")) and address != "::1"]
+    outside = [address for address in found if not address.startswith(_LOCAL)]
     return [*dict.fromkeys(outside), "127.0.0.1"]
