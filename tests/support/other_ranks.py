@@ -1,7 +1,8 @@
-"""An epoch that so many ranks have begun goes on with another number of them: each sample once, and as in one process.
+"""An epoch that a job has begun goes on in another one: each sample once, and as in one process.
 
 A chain of jobs, each with a number of ranks of its own, of which all but the last are stopped somewhere in an epoch:
-two of them in the same one, perhaps. One process makes the same steps.
+two of them in the same one, perhaps. One process makes the same steps. Where all have as many ranks, these may have
+samples of their own, and what each rank trains on is what it would have trained on in one job.
 """
 
 import random
@@ -12,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchdata.nodes as tn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulSampler
 
+from tests.support.batches import Drawn as DrawnTwice
 from tests.support.workers import Workers
 from torch_join import UnpaddedDistributedSampler
 
 EPOCHS, SEED = 3, 3
+BEHIND = 1000  # in place of a step: after the epoch's loop
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
@@ -81,6 +86,42 @@ class Buckets:
         return iter(batches[self.rank :: self.num_replicas])
 
 
+class Stream(IterableDataset[int]):
+    """Numbers of samples in an order that follows from the epoch; it has no length, and no state."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers, self.epoch = numbers, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(len(self.numbers)):
+            yield self.numbers[(index + self.epoch) % len(self.numbers)]
+
+
+class ShuffledStream(IterableDataset[int]):
+    """The same in an order that a generator of its own draws."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers, self.random = numbers, random.Random(SEED)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.random.sample(self.numbers, len(self.numbers))
+
+
+class Collate:
+    """Makes a batch of numbers of samples, or of rows that hold these; with names, if it has some."""
+
+    def __init__(self, samples: Samples, names: Sequence[str] = ()) -> None:
+        self.samples, self.names = samples, names
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        numbers = torch.tensor([int(row["number"]) if isinstance(row, dict) else row for row in rows])
+        batch = self.samples.values[numbers], numbers
+        return dict(zip(self.names, batch, strict=True)) if self.names else batch
+
+
 KINDS = ("unpadded", "shares", "drawn", "buckets", "stateful", "samples alone")
 
 
@@ -100,19 +141,50 @@ class Chain:
     workers: int = 0
     shuffle: bool = True
     seedable: bool = True  # of Accelerate
-    rebalances: Sequence[bool] = (False, False, False)
+    rebalances: Sequence[bool] = (False,) * 5
     options: dict[str, Any] = field(default_factory=dict)
     later: Sequence[int] = (0, 0)
     sharded: str = ""  # the optimizer, or the model
+    lengths: Sequence[int] = ()  # where each rank has samples of its own: its batches
+    beside: Sequence[int] = ()  # and those of a second loader
+
+    def numbers(self, share: int) -> range:
+        """Return the samples of a rank's own, or of its second loader: the last of several batches is not full."""
+        sizes = [self.size * length - (length > 1 and self.window == 1) for length in (*self.lengths, *self.beside)]
+        return range(sum(sizes[:share]), sum(sizes[: share + 1]))
 
     def stop(self, job: int, first: int) -> tuple[int, int] | None:
         """The epoch and the step after which a job is stopped that has begun in an epoch."""
         return (first + self.later[job], self.stops[job]) if job < len(self.stops) else None
 
 
-def drawn(seed: int, kinds: Sequence[str], fewest: int = 1, sizes: int = 5, **chosen: Any) -> Chain:
-    """Return any chain of three jobs, each of which has so many ranks at least, and four at most."""
+def own(kind: str, lengths: Sequence[int], places: Sequence[tuple[int, int]], **chosen: Any) -> Chain:
+    """Return a chain of jobs with as many ranks each, which have batches of their own.
+
+    Args:
+        kind: Of loaders.
+        lengths: The ranks' numbers of batches.
+        places: Where jobs are stopped: so many epochs after that in which they have begun, after a step.
+        **chosen: What else is said of a chain.
+    """
+    later, stops = zip(*places, strict=True)
+    chain = Chain([len(lengths)] * (len(stops) + 1), stops, 0, kind, later=later, lengths=lengths, **chosen)
+    return replace(chain, count=chain.numbers(2 * len(lengths)).stop)
+
+
+def drawn(
+    seed: int, kinds: Sequence[str], fewest: int = 1, sizes: int = 5, owned: Sequence[str] = (), **chosen: Any
+) -> Chain:
+    """Return any chain of three jobs, each of which has so many ranks at least, and four at most.
+
+    With a chance of one in two it is one of `owned`, whose ranks have samples of their own.
+    """
     one = random.Random(seed)
+    if owned and one.random() < 0.5:
+        lengths = one.choice([(0, 4, 9), (4, 9, 0), (9, 0, 4), (3, 3, 3), (1, 5, 2), (2, 6), (0, 3), (5, 1)])
+        options = {"weighting": one.choice(["world", "active", "samples"])}
+        places = [(one.choice([0, 0, 1]), one.choice([*range(max(lengths)), BEHIND])) for _ in range(2)]
+        return own(one.choice(owned), lengths, places, options=options)
     count, size, worlds = (
         one.randrange(8, 61),
         one.randrange(1, 1 + sizes),
@@ -144,6 +216,38 @@ def loader_of(chain: Chain, rank: int, world: int) -> Any:
     loader = StatefulDataLoader if chain.kind == "stateful" else DataLoader
     size = None if chain.kind == "samples alone" else chain.size
     return loader(samples, size, sampler=sampler, num_workers=chain.workers)
+
+
+def data_of(kind: str, numbers: Sequence[int]) -> Any:
+    """Return numbers of samples as a data set."""
+    if "hf stream" in kind:
+        import datasets
+
+        rows = datasets.Dataset.from_dict({"number": [-1, -1, *numbers]})  # it takes no empty one
+        return rows.to_iterable_dataset(num_shards=2).filter(_is_kept)  # a buffer that shuffles is lost
+    if "shuffled stream" in kind:
+        return ShuffledStream(numbers)
+    return Stream(numbers) if "stream" in kind else numbers
+
+
+def _is_kept(row: Any) -> bool:
+    return bool(row["number"] >= 0)
+
+
+def own_loader(chain: Chain, share: int, make: Any = DataLoader, names: Sequence[str] = (), **options: Any) -> Any:
+    """Return a loader of a rank's own samples, or its second one: see `Chain.numbers`."""
+    numbers, collate = chain.numbers(share), Collate(Samples(chain.count), names)
+    if chain.kind == "nodes":
+        batcher = tn.Batcher(tn.IterableWrapper([*numbers]), chain.size, drop_last=False)
+        return tn.Loader(tn.Mapper(batcher, collate))
+    if numbers and "stream" not in chain.kind:  # shuffling takes a sample
+        generator = torch.Generator().manual_seed(share)
+        if "drawn" in chain.kind:
+            options["sampler"] = DrawnTwice(numbers, share, eagerly=bool(names))
+        else:
+            kind = StatefulSampler if "torchdata" in chain.kind else RandomSampler
+            options["sampler"] = kind(numbers, generator=generator)
+    return make(data_of(chain.kind, numbers), batch_size=chain.size, collate_fn=collate, **options)
 
 
 def network() -> nn.Module:
@@ -180,6 +284,7 @@ def check(workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any
     """Run the jobs of a chain by `train`: see that of tests/core/loops/test_other_ranks.py."""
     history: list[tuple[int, list[list[list[int]]]]] = []
     times: Counter[tuple[int, int]] = Counter()
+    trained: list[list[tuple[int, list[int]]]] = [[] for _ in range(max(chain.worlds))]  # by rank: epochs and batches
     first, resumes, parameters = 0, False, []
     for job, world in enumerate(chain.worlds):
         ranks = workers.run(world, train, chain, job, str(folder), resumes)
@@ -187,20 +292,25 @@ def check(workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any
         if stop is None or not (folder / str(job)).exists():  # it was shorter
             stop = EPOCHS, 0
         steps: dict[tuple[int, int], list[list[int]]] = {}
-        for seen, _ in ranks:
+        for rank, (seen, _) in enumerate(ranks):
             for epoch, step, batch in seen:
                 if (epoch, step) <= stop:
                     steps.setdefault((epoch, step), []).append(batch)
                     times.update((epoch, sample) for sample in batch)
+                    trained[rank].append((epoch, batch))
         history.append((world, [steps[place] for place in sorted(steps)]))
         parameters, resumes = [found for _, found in ranks], True
         if stop[0] == EPOCHS:
             break
-        first = stop[0]
+        first = stop[0] + (stop[1] == BEHIND)
     assert times == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(chain.count))
-    if not any(chain.rebalances):  # later epochs are as if there had been no other job
+    is_same = len({*chain.worlds}) == 1
+    if is_same or not any(chain.rebalances):  # later epochs, at least, are as if there had been no other job
         whole = workers.run(world, train, replace(chain, worlds=[world], stops=[]), 0, str(folder), False)
-        for (mine, _), (theirs, _) in zip(ranks, whole, strict=True):
-            assert [one for one in mine if one[0] > first] == [one for one in theirs if one[0] > first]
+        for mine, found, (theirs, expected) in zip(trained, parameters, whole, strict=False):
+            since = 0 if is_same else first + 1
+            assert [it for it in mine if it[0] >= since] == [(it[0], it[2]) for it in theirs if it[0] >= since]
+            if is_same:
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     for found in parameters:
         torch.testing.assert_close(found, alone(chain, history), rtol=0, atol=1e-10)
