@@ -1,223 +1,235 @@
-"""Trainings interrupted in an uneven epoch and resumed by new trainers: each sample once per epoch, the same bits."""
+"""A training of Trainer's that goes on in other processes, or another number; see tests/support/other_ranks.py."""
 
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import TrainingArguments
+import transformers
+from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments
 
 import tests.support.front_ends.transformers  # noqa: F401  without it, version 4 does not resume on CPUs
 from accelerate_join.transformers import JoinTrainer
 from tests.covering import others_long
-from tests.support.batches import Drawn
 from tests.support.front_ends.accelerate import accelerator_of
-from tests.support.workers import Workers
+from tests.support.many import seeds
+from tests.support.other_ranks import (
+    EPOCHS,
+    Chain,
+    Collate,
+    Samples,
+    check,
+    data_of,
+    drawn,
+    loss,
+    network,
+    own,
+    own_loader,
+)
+from tests.support.workers import WorkerError, Workers
 
-EPOCHS = 5
-SHARED = 51  # samples: 9, 9 and 8 batches of two
-
-
-@dataclass(frozen=True)
-class Case:
-    kind: str
-    lengths: tuple[int, ...]
-    accumulate: int = 1
-
-
-class Samples(Dataset[dict[str, Any]]):
-    def __init__(self, numbers: list[int]) -> None:
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"number": self.numbers[index]}
-
-
-class Stream(IterableDataset[dict[str, Any]]):
-    """The same without a length, in another order in each epoch."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self.numbers, self.epoch = numbers, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in range(len(self.numbers)):
-            yield {"number": self.numbers[(index + self.epoch) % len(self.numbers)]}
-
-
-class Shuffled(Stream):
-    """A stream in an order that a generator of its own draws."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self.numbers, self.own = numbers, np.random.default_rng(3)
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number in self.own.permutation(self.numbers).tolist():
-            yield {"number": number}
+newer = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 counts epochs by this job's")
+NAMES = ("values", "number")  # of what a batch has
 
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.layer = torch.nn.Linear(1, 2).double()
+        self.inner = network()
 
-    def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = (number[:, None].double() / 1000).sin()
-        return {"loss": (self.layer(x) - x).pow(2).mean()}
+    def forward(self, values: Tensor, number: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss(self.inner, values)}
+
+
+class Saving(TrainerCallback):
+    """Knows where a job is, and saves where it is stopped."""
+
+    def __init__(self, chain: Chain, job: int, folder: str, first: int) -> None:
+        self.chain, self.job, self.folder, self.first = chain, job, folder, first
+        self.step = 0
+        self.epochs: list[float] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epoch, self.step = int(round(state.epoch or 0, 9)), 0
+        if self.chain.lengths:  # of a stream the trainer counts one
+            self.epoch = state.global_step // (max(self.chain.lengths) // self.chain.window)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs.append(state.epoch)
+        if (self.epoch, self.step) == self.chain.stop(self.job, self.first):
+            control.should_save = True
+            Path(self.folder, str(self.job)).write_text(f"{state.global_step} {self.epoch}")
+        self.step += 1
 
 
 class Noting(JoinTrainer):
-    """Notes what it has trained on, by optimizer step."""
+    """Notes what it has trained on, by epoch and step."""
 
-    case: Case
-    seen: list[tuple[int, list[int]]]
+    where: Saving
+    seen: list[tuple[int, int, list[int]]]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append((self.state.global_step, inputs["number"].tolist()))
+        epoch, step, numbers = self.where.epoch, self.where.step, inputs["number"].tolist()
+        if self.seen and self.seen[-1][:2] == (epoch, step):  # a micro-batch of the same window
+            numbers = self.seen.pop()[2] + numbers
+        self.seen.append((epoch, step, numbers))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        if self.case.kind not in ("loader", "drawn"):
+        if "loader" not in self.where.chain.kind:
             return super().get_train_dataloader()
-        data: Any = self.train_dataset
-        if not len(data):
-            return DataLoader(data, 2)
-        if self.case.kind == "drawn":
-            return DataLoader(data, 2, sampler=Drawn(data, self.args.process_index, eagerly=True))
-        return DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(self.args.process_index))
+        return own_loader(self.where.chain, self.args.process_index, names=NAMES)
 
 
-def data_of(case: Case, rank: int) -> Any:
-    if case.kind.startswith("shared"):
-        return Samples([*range(SHARED)])
-    length = case.lengths[rank]
-    numbers = [1000 * rank + index for index in range(2 * length - (length > 1))]
-    if case.kind == "hf-map":
-        return datasets.Dataset.from_dict({"number": numbers})
-    if case.kind == "hf-stream":
-        data = datasets.Dataset.from_dict({"number": [-1, -1, *numbers]}).to_iterable_dataset(num_shards=2)
-        return data.filter(lambda row: row["number"] >= 0)
-    if case.kind == "shuffled-stream":
-        return Shuffled(numbers)
-    return Stream(numbers) if case.kind == "stream" else Samples(numbers)
-
-
-def train(rank: int, case: Case, folder: str, step: int = 0, **options: Any) -> tuple[Any, list[torch.Tensor]]:
-    if case.kind.endswith("stream"):
-        options["max_steps"] = EPOCHS * 9 // case.accumulate
-    if case.kind.endswith("unseeded"):
-        options["accelerator_config"] = {"use_seedable_sampler": False}
-    args = TrainingArguments(
-        folder if not step else folder + "/again",
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=case.accumulate,
-        learning_rate=0.01,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-        **{"save_strategy": "no", **options},
-    )
-    trainer = Noting(Net(), args, train_dataset=data_of(case, rank), own_shards=not case.kind.startswith("shared"))
-    trainer.case, trainer.seen = case, []
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{step}" if step else None)
-    return trainer.seen, [value.detach().clone() for value in trainer.model.state_dict().values()]
-
-
-def whole_and_resumed(rank: int, case: Case, steps: list[int]) -> list[Any]:
+def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool, **other: Any) -> Any:
+    is_stream = "stream" in chain.kind
     with accelerator_of(rank):
-        owner = tempfile.TemporaryDirectory() if rank == 0 else None
-        names = [owner.name if owner else None]
-        dist.broadcast_object_list(names)
-        folder: Any = names[0]
-        found = [train(rank, case, folder, save_strategy="steps", save_steps=1)]
-        dist.barrier()
-        found += [train(rank, case, folder, step) for step in steps]
-        dist.barrier()
-        if owner:
-            owner.cleanup()
-        return found
+        np.random.seed(rank)
+        before, first = map(int, Path(folder, str(job - 1)).read_text().split() if resumes else (0, 0))
+        net, where = Net(), Saving(chain, job, folder, first)
+        steps = EPOCHS * max(chain.lengths) // chain.window if is_stream else -1
+        options: dict[str, Any] = {
+            "num_train_epochs": EPOCHS,
+            "max_steps": chain.count if chain.kind == "steps" else steps,
+            "per_device_train_batch_size": chain.size,
+            "gradient_accumulation_steps": chain.window,
+            "max_grad_norm": 0.0,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "remove_unused_columns": False,
+            "accelerator_config": {"use_seedable_sampler": chain.seedable},
+        }
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        trainer = Noting(
+            net,
+            TrainingArguments(f"{folder}/out {job}", **{**options, **other}),
+            train_dataset=data_of(chain.kind, chain.numbers(rank) if chain.lengths else range(chain.count)),
+            data_collator=Collate(Samples(chain.count), NAMES),
+            optimizers=(optimizer, scheduler),
+            callbacks=[where],
+            rebalance=chain.rebalances[job],
+            own_shards=bool(chain.lengths),
+            **chain.options,
+        )
+        trainer.where, trainer.seen = where, []
+        trainer.train(resume_from_checkpoint=f"{folder}/out {job - 1}/checkpoint-{before}" if resumes else None)
+        assert where.epochs == sorted(where.epochs)
+        assert trainer.state.global_step == trainer.state.max_steps == before + len(where.epochs)
+        if chain.kind != "steps" and not is_stream and not other:
+            assert trainer.state.epoch == EPOCHS
+        return trainer.seen, [p.detach().clone() for p in net.inner.parameters()]
 
 
-KINDS = ["map", "hf-map", "loader", "drawn", "unseeded", "stream", "shuffled-stream", "hf-stream", "shared"]
-KINDS += ["shared-unseeded"]
-STEPS = [1, 4, 7, 9, 10, 13, 17, 18, 23]
+CHAINS = {
+    "what Trainer deals out": Chain((3, 2, 4), (2, 1), 61, options={"weighting": "samples"}, later=(1, 0)),
+    "in the tail": Chain((2, 3), (5,), 23),
+    "by torch's generator": Chain((2, 3, 3), (2, 0), 41, seedable=False, later=(1, 0)),
+    "rebalanced": Chain((3, 2, 3), (2, 1), 50, rebalances=(True, True, True)),
+}
+
+
+@newer
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
+    check(workers, CHAINS[name], tmp_path, train)
+
+
+# Kinds of data of each rank's own, or of loaders over it, and what Trainer deals out to all.
+KINDS = ("map", "stream", "shuffled stream", "hf stream", "loader", "drawn loader", "unpadded")
+PLACES = {
+    "from the first batches on": [(0, 0), (0, 2), (1, 6), (0, 0)],
+    "at the end of epochs": [(0, 8), (1, 0), (0, 3), (0, 3)],
+    "windows": [(0, 0), (0, 0), (1, 2), (1, 1)],
+}
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("half", [0, 1])  # of the places
-@pytest.mark.parametrize("lengths", [(0, 4, 9), (9, 0, 4), (4, 9, 0)], ids=str)
-@pytest.mark.parametrize("kind", others_long(KINDS, "map", "loader", "unseeded", "stream", "shared"))
-def test_what_was_left(workers: Workers, kind: str, lengths: tuple[int, ...], half: int, accumulate: int) -> None:
-    case = Case(kind, lengths, accumulate)
-    steps = sorted({step // accumulate for step in STEPS[half::2]} - {0})
-    results = workers.run(3, whole_and_resumed, case, steps, deadline=120.0)
-    per_epoch = 9 // accumulate
-    for epoch in range(EPOCHS):
-        samples = [n for found in results for at, ns in found[0][0] if at // per_epoch == epoch for n in ns]
-        own = 2 * sum(lengths) - sum(length > 1 for length in lengths)
-        assert len(samples) == len({*samples}) == (SHARED if case.kind.startswith("shared") else own)
-    wrong = []
-    for number, step in enumerate(steps, start=1):
-        for rank, found in enumerate(results):
-            (whole, state), (seen, state_then) = found[0], found[number]
-            left = [it for it in whole if it[0] >= step]
-            if seen != left:
-                wrong.append(f"{step}: rank {rank} {left[:9]} {seen[:9]} {len(left)} {len(seen)}")
-            apart = max(float((a - b).abs().max()) for a, b in zip(state, state_then, strict=True))
-            if apart > 1e-12:
-                wrong.append(f"{step}: rank {rank} {apart}")
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("lengths", [(0, 3, 9), (9, 0, 3), (3, 9, 0)], ids=str)
+@pytest.mark.parametrize("kind", others_long(KINDS, "map", "loader", "stream", "shuffled stream", "unpadded"))
+def test_the_same_ranks_go_on_as_if_nothing_had_been(
+    workers: Workers, kind: str, lengths: tuple[int, ...], places: str, seedable: bool, tmp_path: Path
+) -> None:
+    window = 3 if places == "windows" else 1
+    chain = own(kind, lengths, PLACES[places], seedable=seedable, window=window)
+    if kind == "unpadded":
+        chain = replace(chain, lengths=(), count=54 if window > 1 else 51)
+    check(workers, chain, tmp_path, train)
 
 
-def train_in(rank: int, case: Case, folder: str, step: int) -> Any:
-    with accelerator_of(rank):
-        return train(rank, case, folder, step, **({} if step else {"save_strategy": "steps", "save_steps": 4}))[0]
+@newer
+@pytest.mark.parametrize(("worlds", "steps"), [((4, 2), 61), ((2, 4), 40)])
+def test_a_number_of_steps_stays(workers: Workers, worlds: tuple[int, int], steps: int, tmp_path: Path) -> None:
+    """As many as were asked for, over as many epochs as that takes."""
+    chain = Chain(worlds, (1,), steps, "steps", later=(1,))
+    workers.run(worlds[0], train, chain, 0, str(tmp_path), False)
+    workers.run(worlds[1], train, chain, 1, str(tmp_path), True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["map", "hf-map", "loader", "unseeded", "stream", "shared"])
-def test_it_goes_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
-    case, others = Case(kind, (0, 4, 9)), Workers(3)
-    whole = workers.run(3, train_in, case, str(tmp_path), 0, deadline=120.0)
-    try:
-        found = others.run(3, train_in, case, str(tmp_path), 12, deadline=120.0)
-    finally:
-        others.close()
-    assert found == [[it for it in seen if it[0] >= 12] for seen in whole]
+@newer
+@pytest.mark.parametrize(
+    ("worlds", "lengths", "message"),
+    [((2, 3), (4, 4, 4), "What is left is known where"), ((2, 1), (), "goes on from two ranks or more")],
+)
+def test_what_is_refused(
+    workers: Workers, worlds: tuple[int, int], lengths: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    chain = Chain(worlds, (1,), 23, lengths=lengths)
+    with pytest.raises(WorkerError, match=message):
+        for job in (0, 1):
+            workers.run(worlds[job], train, chain, job, str(tmp_path), job > 0)
 
 
-def resume_with_more(rank: int) -> None:
-    with accelerator_of(rank), tempfile.TemporaryDirectory() as own:
-        names = [own]
-        dist.broadcast_object_list(names)
-        train(rank, Case("map", (4, 9)), names[0], save_strategy="steps", save_steps=3)
+def resume_with_more(rank: int, folder: str) -> None:
+    """Save within the first epoch, and at its end; go on with more data in each rank's shard."""
+    chain, more = own("map", (4, 9), [(0, 2), (0, 5)]), replace(own("map", (5, 10), [(0, 0)]), stops=())
+    for job in (0, 1):
+        train(rank, chain, job, folder, job > 0)
         dist.barrier()
-        more = Case("map", (5, 10))
-        train(rank, more, names[0], 9)  # an epoch's end
-        train(rank, more, names[0], 3, ignore_data_skip=True)
-        train(rank, more, names[0], 3)
+    train(rank, more, 2, folder, True)  # from an epoch's end
+    train(rank, more, 1, folder, True, ignore_data_skip=True)
+    train(rank, more, 1, folder, True)
 
 
-def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, resume_with_more):
+def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers, tmp_path: Path) -> None:
+    for outcome in workers.outcomes(2, resume_with_more, str(tmp_path)):
         assert "The state was written in a loop over another loader" in outcome.error
         assert "Or resume from a checkpoint of an epoch's end, or with ignore_data_skip=True." in outcome.error
+
+
+def resume_without_data(rank: int, folder: str) -> list[int]:
+    """Go on once without a place in the data, which then is of no epoch that the trainer counts."""
+    found = []
+    with accelerator_of(rank):
+        for job, (stops, options) in enumerate([(7, {}), (7, {"ignore_data_skip": True}), (0, {})]):
+            args = TrainingArguments(
+                f"{folder}/{job}", num_train_epochs=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+                save_strategy="steps" if stops else "no", save_steps=stops or 1, disable_tqdm=True,
+                remove_unused_columns=False, **options,
+            )  # fmt: skip
+            samples = Collate(Samples(20), NAMES)
+            trainer = JoinTrainer(Net(), args, train_dataset=range(20), data_collator=samples)
+            before = {0: None, 1: f"{folder}/0/checkpoint-7", 2: f"{folder}/1/checkpoint-14"}[job]
+            trainer.train(resume_from_checkpoint=before)
+            found.append(trainer.state.global_step)
+    return found
+
+
+@newer
+def test_the_same_number_of_ranks_counts_as_trainer_does(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, resume_without_data, str(tmp_path)) == [[15, 15, 15]] * 2
+
+
+@newer
+@seeds(range(0), 200)
+def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
+    chain = drawn(seed, ["unpadded"], fewest=2, sizes=3, owned=("map", "loader", "drawn loader"))
+    check(workers, chain, tmp_path, train)
