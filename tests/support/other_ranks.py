@@ -25,6 +25,7 @@ from torch_join import UnpaddedDistributedSampler
 
 EPOCHS, SEED = 3, 3
 BEHIND = 1000  # in place of a step: after the epoch's loop
+EVALUATED = 500  # from here on, steps that nothing is trained on in
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
@@ -141,15 +142,16 @@ class Chain:
     workers: int = 0
     shuffle: bool = True
     seedable: bool = True  # of Accelerate
-    rebalances: Sequence[bool] = (False,) * 5
+    rebalances: Sequence[bool] = (False, False, False)
     options: dict[str, Any] = field(default_factory=dict)
     later: Sequence[int] = (0, 0)
     sharded: str = ""  # the optimizer, or the model
     lengths: Sequence[int] = ()  # where each rank has samples of its own: its batches
-    beside: Sequence[int] = ()  # and those of a second loader
+    beside: Sequence[int] = ()  # and those of a second loader, and so on
+    once: bool = True  # whether each sample comes once in an epoch
 
     def numbers(self, share: int) -> range:
-        """Return the samples of a rank's own, or of its second loader: the last of several batches is not full."""
+        """Return samples of a rank's own, or, after those of all, of its second loader; the last batch is not full."""
         sizes = [self.size * length - (length > 1 and self.window == 1) for length in (*self.lengths, *self.beside)]
         return range(sum(sizes[:share]), sum(sizes[: share + 1]))
 
@@ -168,8 +170,10 @@ def own(kind: str, lengths: Sequence[int], places: Sequence[tuple[int, int]], **
         **chosen: What else is said of a chain.
     """
     later, stops = zip(*places, strict=True)
-    chain = Chain([len(lengths)] * (len(stops) + 1), stops, 0, kind, later=later, lengths=lengths, **chosen)
-    return replace(chain, count=chain.numbers(2 * len(lengths)).stop)
+    jobs = len(stops) + 1
+    chosen = {"rebalances": (False,) * jobs, **chosen}
+    chain = Chain([len(lengths)] * jobs, stops, 0, kind, later=later, lengths=lengths, **chosen)
+    return replace(chain, count=chain.numbers(len(chain.lengths) + len(chain.beside)).stop)
 
 
 def drawn(
@@ -298,12 +302,14 @@ def check(workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any
                     steps.setdefault((epoch, step), []).append(batch)
                     times.update((epoch, sample) for sample in batch)
                     trained[rank].append((epoch, batch))
-        history.append((world, [steps[place] for place in sorted(steps)]))
+        history.append((world, [steps[place] for place in sorted(steps) if place[1] < EVALUATED]))
         parameters, resumes = [found for _, found in ranks], True
         if stop[0] == EPOCHS:
             break
         first = stop[0] + (stop[1] == BEHIND)
-    assert times == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(chain.count))
+    assert not chain.once or times == Counter(
+        (epoch, sample) for epoch in range(EPOCHS) for sample in range(chain.count)
+    )
     is_same = len({*chain.worlds}) == 1
     if is_same or not any(chain.rebalances):  # later epochs, at least, are as if there had been no other job
         whole = workers.run(world, train, replace(chain, worlds=[world], stops=[]), 0, str(folder), False)

@@ -1,6 +1,5 @@
 """A loop that so many ranks have begun goes on with another number of them; see tests/support/other_ranks.py."""
 
-import multiprocessing
 import random
 import re
 from collections.abc import Iterator
@@ -9,82 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.core.loops.resumed import train
 from tests.covering import others_long
 from tests.support.many import seeds
-from tests.support.other_ranks import EPOCHS, KINDS, Chain, Samples, check, loader_of, loss, network, seen_in
+from tests.support.other_ranks import KINDS, Chain, Samples, check, loss, network
 from tests.support.workers import Workers
-from torch_join import Join, UnpaddedDistributedSampler, UnsupportedError, windows
+from torch_join import Join, UnpaddedDistributedSampler, UnsupportedError
 from torch_join._schedule.deals import dealt_anew
 from torch_join._schedule.drawing import drawing
-
-
-def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> tuple[list[Any], list[Tensor]]:
-    """Run a job that saves where the next one goes on; return what this rank has trained on, and the parameters."""
-    net, world = network(), chain.worlds[job]
-    ddp: Any = fully_shard(net) if chain.sharded == "fsdp2" else DistributedDataParallel(net)
-    made: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
-    optimizer: Any = torch.optim.SGD(net.parameters(), **made)
-    if chain.sharded == "zero":
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **made)
-    loader, first = loader_of(chain, rank, world), 0
-    seen: list[Any] = []
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # for workers
-    with Join([ddp, optimizer], **{**chain.options, "rebalance": chain.rebalances[job]}) as join:
-        if resumes:
-            saved = torch.load(f"{folder}/{job - 1}")
-            if chain.sharded == "fsdp2":
-                whole = StateDictOptions(full_state_dict=True)
-                set_state_dict(
-                    net,
-                    optimizer,
-                    model_state_dict=saved["net"],
-                    optim_state_dict=saved["optimizer"],
-                    options=whole,
-                )
-            else:
-                net.load_state_dict(saved["net"])
-                optimizer.load_state_dict(saved["optimizer"])
-            join.load_state_dict(saved["join"])
-            first = saved["epoch"]
-        for epoch in range(first, EPOCHS):
-            for part in (loader.sampler, loader.batch_sampler):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
-            own = loader if chain.window == 1 else windows(loader, chain.window)
-            for step, given in enumerate(join.batches(own)):
-                batches = [given] if chain.window == 1 else given
-                rows = sum(len(seen_in(batch)) for batch in batches)
-                for batch in batches[:-1]:
-                    with ddp.no_sync():
-                        loss(ddp, batch[0], rows).backward()  # type: ignore[no-untyped-call]
-                loss(ddp, batches[-1][0], rows).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append((epoch, step, [sample for batch in batches for sample in seen_in(batch)]))
-                if (epoch, step) == chain.stop(job, first):
-                    if chain.sharded == "zero":
-                        optimizer.consolidate_state_dict(to=0)
-                    if chain.sharded == "fsdp2":
-                        model_state, its = get_state_dict(
-                            net, optimizer, options=StateDictOptions(full_state_dict=True)
-                        )
-                    else:
-                        mine = chain.sharded != "zero" or rank == 0
-                        model_state, its = net.state_dict(), optimizer.state_dict() if mine else {}
-                    saved = {"net": model_state, "optimizer": its, "epoch": epoch, "join": join.state_dict()}
-                    if rank == min(join.active_ranks):
-                        torch.save(saved, f"{folder}/{job}")
-    parameters = [p.detach() for p in net.parameters()]
-    return seen, [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
-
 
 CHAINS = {
     "fewer": Chain((3, 2), (2,), 25, later=(1,)),
