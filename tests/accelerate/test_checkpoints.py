@@ -202,15 +202,11 @@ def test_an_epoch_is_resumed_again_and_again(workers: Workers, kind: str, in_con
         assert resumed == whole
 
 
-def own_loader(rank: int, lengths: tuple[int, ...]) -> Any:
-    batches = [[index] for index in range(lengths[rank])]
-    return DataLoaderShard(dataset(lengths[rank]), batch_sampler=batches, use_stateful_dataloader=True)
-
-
 def resume_own(rank: int, lengths: tuple[int, ...], folder: str, kind: Any, saves: str, loads: str) -> list[int]:
     """Save at the second step, on all ranks or the main one; or load before the context, or in it."""
     with accelerator_of(rank, kind) as accelerator:
-        loader = own_loader(rank, lengths)
+        batches = [[index] for index in range(lengths[rank])]
+        loader: Any = DataLoaderShard(dataset(len(batches)), batch_sampler=batches, use_stateful_dataloader=True)
         if saves != "unregistered":
             loader._is_accelerate_prepared = True  # what `register_for_checkpointing` has it be
             loader = accelerator.prepare(loader)

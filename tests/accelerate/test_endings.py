@@ -18,6 +18,7 @@ from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_join import join_uneven_inputs
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import accelerate_loops, end_accelerate_loops
 from tests.support.small import Training, alone, batches_of, loss, network, steps_of
@@ -155,6 +156,63 @@ def test_what_comes_next_with_others_ends_it(workers: Workers, lengths: Any, how
 def test_on_three_ranks_and_where_all_leave(workers: Workers, lengths: Any, how: Any, ends: str) -> None:
     for weights, _ in workers.run(len(lengths), leave, lengths, how, "wait", False, ends):
         assert weights == exact(lengths, 2 if how == 1 else None)
+
+
+def train(rank: int, lengths: Sequence[int], form: str, how: Any) -> tuple[list[float], int, list[float]]:
+    """Return the weight, the loader's epoch, and how many samples the ranks had in each step."""
+    with accelerator_of(rank) as accelerator:
+        training, loader, counts = Accelerated(accelerator), shard(rank, lengths), list[float]()
+
+        def step(x: Tensor) -> None:
+            counts.append(float(accelerator.gather(torch.tensor([len(x)])).sum()))
+            training.step(x)
+
+        def epochs() -> None:
+            for _ in range(EPOCHS):
+                batches = accelerator.join_batches(loader) if form == "batches" else loader
+                go_through(batches, step, how, [], 0, lengths[rank])
+
+        if form == "decorator":
+            join_uneven_inputs(accelerator)(epochs)()
+        else:
+            with accelerator.join_uneven_inputs() if form == "with" else nullcontext():
+                epochs()
+        accelerator.end_training()
+        assert not accelerate_loops()
+        assert type(accelerator).__name__ == "Accelerator"
+        return training.weight, loader.iteration, counts
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", ["with", "batches", "decorator"])
+@pytest.mark.parametrize("how", ["for", "held", 1])
+@pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4)])
+def test_each_form_ends_with_its_loop(workers: Workers, lengths: tuple[int, ...], form: str, how: Any) -> None:
+    for weight, epochs, counts in workers.run(2, train, lengths, form, how):
+        assert weight == exact(lengths, 2 if how == 1 else None)
+        assert epochs == EPOCHS or how == 1
+        assert {*counts} <= {2.0, 4.0}
+
+
+def raise_within(rank: int) -> None:
+    with accelerator_of(rank) as accelerator:
+        training, loader = Accelerated(accelerator), shard(rank, (2, 5))
+
+        class Broken:
+            def __len__(self) -> int:
+                return 4
+
+            def __iter__(self) -> Any:
+                yield from loader
+                raise KeyError("in the loader")
+
+        for x in accelerator.join_batches(Broken()):
+            training.step(x)
+
+
+def test_a_loader_that_raises_ends_the_context(workers: Workers) -> None:
+    for outcome in workers.outcomes(2, raise_within):
+        assert "in the loader" in outcome.error
 
 
 @pytest.mark.parametrize("streams", [False, True])

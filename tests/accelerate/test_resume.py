@@ -25,6 +25,7 @@ from tests.support.other_ranks import (
     Chain,
     Samples,
     check,
+    check_in_new_processes,
     drawn,
     loader_of,
     loss,
@@ -141,6 +142,11 @@ PLACES = {
 }
 
 
+def chain_of(kind: str, lengths: tuple[int, ...], places: list[tuple[int, int]]) -> Chain:
+    chain = own(kind, lengths, places, seedable=False)
+    return chain if kind not in ("kept", "injected") else replace(chain, lengths=(), count=51)  # 9, 9 and 8 batches
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["before", "join_batches"])
 @pytest.mark.parametrize("places", PLACES)
@@ -149,10 +155,13 @@ PLACES = {
 def test_the_same_ranks_go_on_as_if_nothing_had_been(
     workers: Workers, kind: str, lengths: tuple[int, ...], places: str, way: str, tmp_path: Path
 ) -> None:
-    chain = own(kind, lengths, PLACES[places], seedable=False)
-    if kind in ("kept", "injected"):
-        chain = replace(chain, lengths=(), count=51)  # 9, 9 and 8 batches
-    check(workers, chain, tmp_path, partial(train, way=way))
+    check(workers, chain_of(kind, lengths, PLACES[places]), tmp_path, partial(train, way=way))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
+    check_in_new_processes(workers, chain_of(kind, (0, 4, 9), [(1, 2)]), tmp_path, train)
 
 
 REFUSED = (

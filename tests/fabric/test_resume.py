@@ -17,6 +17,7 @@ from tests.support.other_ranks import (
     Chain,
     Samples,
     check,
+    check_in_new_processes,
     drawn,
     loader_of,
     loss,
@@ -38,12 +39,10 @@ def _train(rank: int, chain: Chain, job: int, folder: str, resumes: bool) -> Any
     elif chain.kind == "nodes":
         loaders = [fabric.strategy.batches(own_loader(chain, rank))]
     else:
-        if chain.lengths:
-            kind = StatefulDataLoader if chain.kind == "torchdata" else DataLoader
-            loaders = [own_loader(chain, rank, kind)]
-            loaders += [own_loader(chain, len(chain.lengths) + rank, kind)] if chain.beside else []
-        else:
-            loaders = [loader_of(chain, rank, chain.worlds[job])]
+        kind = StatefulDataLoader if chain.kind == "torchdata" else DataLoader
+        shares = [rank, len(chain.lengths) + rank] if chain.beside else [rank]
+        own_loaders = [own_loader(chain, share, kind) for share in shares]
+        loaders = own_loaders if chain.lengths else [loader_of(chain, rank, chain.worlds[job])]
         loaders = [fabric.setup_dataloaders(loader, use_distributed_sampler=False) for loader in loaders]
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     state |= {f"loader {number}": loader for number, loader in enumerate(loaders)}
@@ -93,6 +92,12 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: Path) -> None:
     check(workers, CHAINS[name], tmp_path, train)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["map", "torchdata", "nodes", "stream"])
+def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
+    check_in_new_processes(workers, own(kind, (0, 4, 9), [(1, 2)]), tmp_path, train)
 
 
 @seeds(range(1), 200)

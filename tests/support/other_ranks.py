@@ -244,7 +244,7 @@ def own_loader(chain: Chain, share: int, make: Any = DataLoader, names: Sequence
     if chain.kind == "nodes":
         batcher = tn.Batcher(tn.IterableWrapper([*numbers]), chain.size, drop_last=False)
         return tn.Loader(tn.Mapper(batcher, collate))
-    if numbers and "stream" not in chain.kind:  # shuffling takes a sample
+    if numbers and "stream" not in chain.kind and not options.keys() & {"sampler", "shuffle"}:  # each takes a sample
         generator = torch.Generator().manual_seed(share)
         if "drawn" in chain.kind:
             options["sampler"] = DrawnTwice(numbers, share, eagerly=bool(names))
@@ -284,14 +284,26 @@ def alone(chain: Chain, history: list[tuple[int, list[list[list[int]]]]]) -> lis
     return [p.detach() for p in net.parameters()]
 
 
-def check(workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any]) -> None:
-    """Run the jobs of a chain by `train`: see that of tests/core/loops/test_other_ranks.py."""
+def check_in_new_processes(workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any]) -> None:
+    """Run the first job of a chain in these processes, and what comes next in others."""
+    others = Workers(max(chain.worlds))
+    try:
+        check(workers, chain, folder, train, others)
+    finally:
+        others.close()
+
+
+def check(
+    workers: Workers, chain: Chain, folder: Path, train: Callable[..., Any], others: Workers | None = None
+) -> None:
+    """Run the jobs of a chain by `train`, all but the first in `others`: see that of tests/core/loops/resumed.py."""
     history: list[tuple[int, list[list[list[int]]]]] = []
     times: Counter[tuple[int, int]] = Counter()
     trained: list[list[tuple[int, list[int]]]] = [[] for _ in range(max(chain.worlds))]  # by rank: epochs and batches
     first, resumes, parameters = 0, False, []
     for job, world in enumerate(chain.worlds):
-        ranks = workers.run(world, train, chain, job, str(folder), resumes)
+        pool = workers if job == 0 or others is None else others
+        ranks = pool.run(world, train, chain, job, str(folder), resumes)
         stop = chain.stop(job, first)
         if stop is None or not (folder / str(job)).exists():  # it was shorter
             stop = EPOCHS, 0

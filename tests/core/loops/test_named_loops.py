@@ -5,6 +5,7 @@ As test_positions.py: an epoch trains on two loaders in turn, and goes through a
 
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from tests.core.loops.resumed import train
 from tests.core.loops.test_positions import list_of
-from tests.covering import others_long
 from tests.support.other_ranks import BEHIND, EVALUATED, check, own
 from tests.support.workers import Workers
 from torch_join import Join
@@ -28,17 +28,6 @@ PLACES = {
     "in each loop": [(0, 0), (1, 100), (0, 100), (0, EVALUATED + 1)],
     "after one": [(0, EVALUATED), (0, BEHIND), (0, 1), (0, 101)],
 }
-
-
-def check_three(
-    workers: Workers, kinds: str, places: list[tuple[int, int]], folder: Path, options: dict[str, Any], **how: Any
-) -> None:
-    """Run a chain of jobs whose epochs have three loops, over loaders of these kinds."""
-    rebalances = [options.pop("rebalance", False)] * (1 + len(places))
-    once = "replacement" not in kinds and "most" not in how
-    beside = (*LENGTHS[1], *LENGTHS[2])
-    chain = own(kinds, LENGTHS[0], places, beside=beside, options=options, once=once, rebalances=rebalances)
-    check(workers, chain, folder, partial(train, **{"names": NAMES, **how}))
 
 
 @pytest.mark.covering(1)
@@ -52,19 +41,26 @@ def check_three(
         ("workers that stay; a numpy generator; shuffled", {}, {}),
         ("shuffled; with replacement; shuffled", {}, {"names": ("first", "", "validation"), "goes_to": True}),
         ("shuffled; shuffled stream; list", {"rebalance": True}, {}),
+        # A state of one of them is its own.
+        ("shuffled; list; list", {}, {"names": ("", "", "")}),
+        ("stateful; list; list", {}, {"names": ("", "", "")}),
     ],
 )
 def test_each_goes_on_where_it_was(
     workers: Workers, tmp_path: Path, kinds: str, options: dict[str, Any], how: dict[str, Any], places: str
 ) -> None:
-    # These stay in the epochs of a job that has begun anew.
-    found = [(1, 100), (0, EVALUATED)] if "workers that stay" in kinds else PLACES[places]
-    check_three(workers, kinds, found, tmp_path, {**options}, **how)
-
-
-@pytest.mark.parametrize("kind", others_long(["shuffled", "stateful", "workers that stay"], "shuffled", "stateful"))
-def test_without_names_a_state_of_one_of_them_is_its_own(workers: Workers, tmp_path: Path, kind: str) -> None:
-    check_three(workers, f"{kind}; list; list", [(0, 1), (1, 5)], tmp_path, {}, names=("", "", ""))
+    found = PLACES[places]
+    if "workers that stay" in kinds:  # they stay in the epochs of a job that has begun anew
+        found = [(1, 100), (0, EVALUATED)]
+    elif "names" in how and not any(how["names"]):
+        found = [(0, 1), (1, 5)]
+    once, beside = "replacement" not in kinds and "most" not in how, (*LENGTHS[1], *LENGTHS[2])
+    chain = own(kinds, LENGTHS[0], found, beside=beside, once=once)
+    if "rebalance" in options:
+        chain = replace(chain, rebalances=[True] * len(chain.worlds))
+    else:
+        chain = replace(chain, options=options)
+    check(workers, chain, tmp_path, partial(train, **{"names": NAMES, **how}))
 
 
 def refuse(rank: int, what: str) -> list[str]:

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.core.loops.resumed import train
 from tests.covering import others_long
 from tests.support.many import seeds
-from tests.support.other_ranks import KINDS, Chain, Samples, check, loss, network
+from tests.support.other_ranks import KINDS, Chain, Samples, check, drawn, loss, network
 from tests.support.workers import Workers
 from torch_join import Join, UnpaddedDistributedSampler, UnsupportedError
 from torch_join._schedule.deals import dealt_anew
@@ -119,24 +120,11 @@ def test_what_torchs_own_sampler_repeats_is_left_out(drop_last: bool) -> None:
 
 @seeds(range(1), 300)
 def test_any_chain_of_jobs(workers: Workers, seed: int, tmp_path: Path) -> None:
-    one = random.Random(seed)
-    count, size, kind = one.randrange(4, 61), one.randrange(1, 6), one.choice(KINDS)
-    worlds = [one.randrange(1, 5) for _ in range(3)]
-    rebalances = [one.random() < 0.4 and kind != "stateful" for _ in range(3)]
+    one, chain = random.Random(seed), drawn(seed, KINDS)
+    rebalances = [one.random() < 0.4 and chain.kind != "stateful" for _ in range(3)]
     for job in (1, 2):
-        if worlds[job] == worlds[job - 1]:
+        if chain.worlds[job] == chain.worlds[job - 1]:
             rebalances[job] = rebalances[job - 1]  # else it raises
-    chain = Chain(
-        worlds,
-        [one.randrange(1 + count // size // world) for world in worlds[:2]],
-        count,
-        kind,
-        size,
-        one.choice([1, 1, 1, 2, 3]) if kind != "samples alone" else 1,
-        workers=int(one.random() < 0.15),
-        shuffle=one.random() < 0.7,
-        rebalances=rebalances,
-        options={"weighting": one.choice(["world", "active", "samples"])},
-        later=[one.choice([0, 0, 1]) for _ in range(2)],
-    )
+    window = one.choice([1, 1, 1, 2, 3]) if chain.kind != "samples alone" else 1
+    chain = replace(chain, window=window, workers=int(one.random() < 0.15), rebalances=rebalances)
     check(workers, chain, tmp_path, train)

@@ -24,10 +24,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from tests.core.loops.resumed import kind_of_loader, train
 from tests.support.many import seeds
-from tests.support.other_ranks import BEHIND, ShuffledStream, check, own
+from tests.support.other_ranks import BEHIND, Chain, ShuffledStream, check, check_in_new_processes, own
 from tests.support.warned import warned
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join
+
+
+def chain_of(kind: str, lengths: tuple[int, ...], places: list[tuple[int, int]], **chosen: Any) -> Chain:
+    chain = own(kind, lengths, places, once="with replacement" not in kind, **chosen)
+    return replace(chain, lengths=()) if kind == "unpadded" else chain
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class Case:
     window: int = 1
     rebalance: bool = False
 
+    def __str__(self) -> str:
+        how = [name for name in ("contexts", "breaks", "rebalance") if getattr(self, name)]
+        return ", ".join([self.kind, *map(str, self.lengths), *how])
+
     @property
     def steps(self) -> int:
         """How many an epoch has."""
@@ -52,17 +61,8 @@ class Case:
         return -(-max(self.lengths) // self.window)
 
     def check(self, workers: Workers, places: list[tuple[int, int]], folder: Path) -> None:
-        chain = own(
-            self.kind,
-            self.lengths,
-            places,
-            options=dict(self.options),
-            window=self.window,
-            once="with replacement" not in self.kind,
-            rebalances=[self.rebalance] * (len(places) + 1),
-        )
-        if self.kind == "unpadded":
-            chain = replace(chain, lengths=())
+        chain = chain_of(self.kind, self.lengths, places, options=dict(self.options), window=self.window)
+        chain = replace(chain, rebalances=[self.rebalance] * len(chain.worlds))
         check(workers, chain, folder, partial(train, contexts=self.contexts, breaks=self.breaks))
 
 
@@ -133,16 +133,7 @@ def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: P
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
-    chain, others = own(kind, (0, 4, 9), [(1, 2)], once="with replacement" not in kind), Workers(3)
-    workers.run(3, train, chain, 0, str(tmp_path), False)
-    try:
-        found = others.run(3, train, chain, 1, str(tmp_path), True)
-    finally:
-        others.close()
-    whole = workers.run(3, train, replace(chain, stops=[]), 0, str(tmp_path), False)
-    for (seen, mine), (all_seen, theirs) in zip(found, whole, strict=True):
-        assert [batch for _, _, batch in seen] == [batch for *at, batch in all_seen if at > [1, 2]]
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    check_in_new_processes(workers, chain_of(kind, (0, 4, 9), [(1, 2)]), tmp_path, train)
 
 
 def list_of(rank: int, lengths: tuple[int, ...], kind: str = "list") -> Any:
