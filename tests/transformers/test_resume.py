@@ -197,7 +197,7 @@ def test_what_is_refused(
 
 def resume_with_more(rank: int, folder: str) -> None:
     """Save within the first epoch, and at its end; go on with more data in each rank's shard."""
-    chain, more = own("map", (4, 9), [(0, 2), (0, 5)]), replace(own("map", (5, 10), [(0, 0)]), stops=())
+    chain, more = own("map", (4, 9), [(0, 2), (0, 5)]), replace(own("map", (5, 10), [(0, 0)] * 2), stops=())
     for job in (0, 1):
         train(rank, chain, job, folder, job > 0)
         dist.barrier()

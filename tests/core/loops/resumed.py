@@ -123,7 +123,7 @@ def train(
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **made)
     loaders, seen = make(chain, rank, world), list[Any]()
     first, to = 0, 0
-    join = Join([ddp, optimizer], **{**chain.options, "rebalance": chain.rebalances[job]})
+    join = Join([ddp, optimizer], **{"rebalance": chain.rebalances[job], **chain.options})
 
     def load() -> None:
         nonlocal first, to

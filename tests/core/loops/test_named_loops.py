@@ -5,7 +5,6 @@ As test_positions.py: an epoch trains on two loaders in turn, and goes through a
 
 import re
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,12 @@ def test_each_goes_on_where_it_was(
     workers: Workers, tmp_path: Path, kinds: str, options: dict[str, Any], how: dict[str, Any], places: str
 ) -> None:
     found = PLACES[places]
-    if "workers that stay" in kinds:  # they stay in the epochs of a job that has begun anew
+    if "workers that stay" in kinds:  # see test_positions.py
         found = [(1, 100), (0, EVALUATED)]
     elif "names" in how and not any(how["names"]):
         found = [(0, 1), (1, 5)]
     once, beside = "replacement" not in kinds and "most" not in how, (*LENGTHS[1], *LENGTHS[2])
-    chain = own(kinds, LENGTHS[0], found, beside=beside, once=once)
-    if "rebalance" in options:
-        chain = replace(chain, rebalances=[True] * len(chain.worlds))
-    else:
-        chain = replace(chain, options=options)
+    chain = own(kinds, LENGTHS[0], found, beside=beside, once=once, options=options)
     check(workers, chain, tmp_path, partial(train, **{"names": NAMES, **how}))
 
 

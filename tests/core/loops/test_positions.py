@@ -61,8 +61,8 @@ class Case:
         return -(-max(self.lengths) // self.window)
 
     def check(self, workers: Workers, places: list[tuple[int, int]], folder: Path) -> None:
-        chain = chain_of(self.kind, self.lengths, places, options=dict(self.options), window=self.window)
-        chain = replace(chain, rebalances=[self.rebalance] * len(chain.worlds))
+        options = {"rebalance": self.rebalance, **dict(self.options)}
+        chain = chain_of(self.kind, self.lengths, places, options=options, window=self.window)
         check(workers, chain, folder, partial(train, contexts=self.contexts, breaks=self.breaks))
 
 
@@ -99,9 +99,16 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
         places = [(0, steps - 1), (1, late), (0, max(0, steps - 2 - late))]
     else:
         places = [(0, 0), (0, 0), (1, steps // 3), (0, 0), (0, BEHIND)]
-    if case.kind == "workers that stay":  # they stay in the epochs of a job that has begun anew
+    if case.kind == "workers that stay":  # see below
         places = [(1, late)]
     case.check(workers, places, tmp_path)
+
+
+@pytest.mark.xfail(
+    reason="a job that has gone on draws a base seed less in its second epoch, and its place says not so"
+)
+def test_workers_that_stay_in_a_job_that_has_gone_on(workers: Workers, tmp_path: Path) -> None:
+    Case("workers that stay").check(workers, [(0, 1), (1, 1)], tmp_path)
 
 
 @seeds(range(2), 300)
@@ -116,7 +123,7 @@ def test_random_runs_go_on(workers: Workers, seed: int, tmp_path: Path) -> None:
     contexts, breaks = (one.random() < 0.5 for _ in range(2))
     case = Case(kind, lengths, tuple(options.items()), contexts, breaks, window, rebalances)
     places = [(one.choice([0, 0, 1]), one.choice([*range(case.steps), BEHIND])) for _ in range(3)]
-    if breaks and case.steps > 1:  # before the last step
+    if breaks:  # before the last step
         places = [(which, one.randrange(case.steps - 1)) for which in range(2)]
     case.check(workers, places, tmp_path)
 
