@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch_join._base.membership import Membership
@@ -19,13 +20,21 @@ from torch_join._tail.tail_log import TailLog
 
 def trees(world_size: int) -> list[Tree]:
     """Return the trees of ranks that are connected, by rank."""
+    return [make() for make in unmade(world_size)]
+
+
+def unmade(world_size: int) -> list[Callable[[], Tree]]:
+    """Return, by rank, what makes the tree of ranks that are connected already."""
     layouts = [Layout(["here"] * world_size, rank) for rank in range(world_size)]
     ends: list[dict[int, socket.socket]] = [{} for _ in layouts]
     for rank, layout in enumerate(layouts):
         for child in layout.children:
             ends[rank][child], ends[child][rank] = socket.socketpair()
     names = range(world_size)
-    return [Tree(ends[rank], Node(layouts[rank], rank, {}, names, lambda _: None)) for rank in names]
+    return [
+        partial(Tree, its, Node(layout, rank, {}, names, lambda _: None))
+        for rank, (its, layout) in enumerate(zip(ends, layouts, strict=True))
+    ]
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0) -> list[Any]:

@@ -104,9 +104,6 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
     case.check(workers, places, tmp_path)
 
 
-@pytest.mark.xfail(
-    reason="a job that has gone on draws a base seed less in its second epoch, and its place says not so"
-)
 def test_workers_that_stay_in_a_job_that_has_gone_on(workers: Workers, tmp_path: Path) -> None:
     Case("workers that stay").check(workers, [(0, 1), (1, 1)], tmp_path)
 
