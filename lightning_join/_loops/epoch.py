@@ -88,8 +88,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             # Only a plan that is yet to be made knows whether steps are left.
             fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
         with warnings.catch_warnings():
-            if fit_loop.goes_on:
-                warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")  # ours says which, and why
             super().reset()
         fit_loop.max_batches = steps
         if ended and self.batch_progress.current.ready > 0:

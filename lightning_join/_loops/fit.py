@@ -18,7 +18,6 @@ from lightning_join._loops.resuming import (
     as_state,
     check_limit,
     check_world,
-    goes_on,
     is_dealt_anew,
     of_lightning,
     record_in,
@@ -53,7 +52,6 @@ class JoinFitLoop(FitLoop):
     _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
     _was_even = False  # whether there was nothing to rebalance in it
     _last_place: LoaderPlace | None = None  # where this rank was when the fit ended
-    _resuming: Resuming | None = None
 
     def run(self) -> None:
         strategy, epoch_loop = cast(Any, self.trainer.strategy), cast(Any, self.epoch_loop)
@@ -64,7 +62,8 @@ class JoinFitLoop(FitLoop):
             epoch_loop.begin_fit()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
-            self._last_place, self._record = self._place(), None  # for checkpoints that are saved after the fit
+            if self._record is None:  # else no epoch has begun
+                self._last_place = self._place()  # for checkpoints that are saved after the fit
             if (rebalancing := rebalancing_of(self.trainer)) is not None:
                 rebalancing.close()
 
@@ -83,7 +82,7 @@ class JoinFitLoop(FitLoop):
         if loader is None or self._data_fetcher is before:
             return
         self._last_train_dl_reload_epoch = trainer.current_epoch  # also where all are empty
-        self._data_fetcher = fetcher = ReadAheadFetcher(self.resuming)
+        self._data_fetcher = fetcher = ReadAheadFetcher(Resuming(trainer.global_rank, trainer.world_size))
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
@@ -91,13 +90,6 @@ class JoinFitLoop(FitLoop):
         _loaders.check(everyone)
         _loaders.warn(everyone)
         iter(fetcher)
-
-    @property
-    def resuming(self) -> Resuming:
-        """What begins epochs where a checkpoint says."""
-        if self._resuming is None:
-            self._resuming = Resuming(self.trainer.global_rank, self.trainer.world_size)
-        return self._resuming
 
     @property
     def fetcher(self) -> ReadAheadFetcher:
@@ -313,8 +305,11 @@ class JoinFitLoop(FitLoop):
         places = self._gather(self._place()) if self._record is None else self._record["places"]
         if any(place is not None for place in places):
             state[KEY] = {**record, "version": VERSION, "places": places}
-        if (place := places[0]) is not None and (states := states_in(place)):
-            state["combined_loader"] = states  # what Lightning's own strategies look for
+        fetcher, states = self._data_fetcher, states_in(places[0] or {})
+        if states and isinstance(fetcher, ReadAheadFetcher):
+            stateful = [part for part in fetcher.combined_loader.flattened if hasattr(part, "load_state_dict")]
+            if len(states) == len(stateful):
+                state["combined_loader"] = states  # what Lightning's own strategies look for
         return state
 
     def _plan_now(self, step: int) -> dict[str, Any]:
@@ -355,9 +350,8 @@ class JoinFitLoop(FitLoop):
         self._record = record_in(state_dict)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the epoch that is resumed goes on where all ranks were in their dataloaders."""
-        return goes_on(self._record) and not getattr(self.fetcher.keeper, "stateless", ())
+    def _resuming(self) -> Resuming:
+        return self.fetcher.resuming
 
     @property
     def is_resized(self) -> bool:
@@ -379,17 +373,17 @@ class JoinFitLoop(FitLoop):
         if record is not None:
             self._go_on(record, fetcher.keeper, resumes=ready > 0)
         elif states and ready > 0:
-            self.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
+            self._resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
         anew = fetcher.combined_loader.flattened
-        if self.resuming.place is not None:
+        if self._resuming.place is not None:
             anew = getattr(fetcher.keeper, "stateless", [])
-        if ready > 0 and anew and self.max_batches == float("inf"):  # where Lightning itself does not warn
+        if ready > 0 and anew:
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
             rank_zero_warn(
                 "You're resuming from a checkpoint that was written amid an epoch, and where train dataloaders were in"
-                f" it is not known ({names}: {why_unknown(record)}):"
-                " these begin anew, so that what was trained on of that epoch is trained on twice. Resume from a"
-                " checkpoint of an epoch's end, or use dataloaders with `state_dict` and `load_state_dict`."
+                f" it is not known ({names}: {why_unknown(record)}): these begin anew, so that what was trained on of"
+                " that epoch is trained on twice. Resume from a checkpoint of an epoch's end, or use dataloaders with"
+                " `state_dict` and `load_state_dict`."
             )
         try:
             fetcher.start()
@@ -420,6 +414,6 @@ class JoinFitLoop(FitLoop):
             if is_dealt_anew(record, trainer.world_size):
                 check_limit(trainer.limit_train_batches)
         if record["step"] or not is_other:
-            self.resuming.load(
+            self._resuming.load(
                 as_state(record, keeper, over=record["step"] > 0 and (is_over if is_other else not resumes))
             )

@@ -32,16 +32,18 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
         over: Whether the epoch is.
     """
     known = [_placed(place, keeper) for place in record["places"]]
-    return _state(record["step"], [place and {**place, "over": over} for place in known], over)
+    known = [place and {**place, "over": over} for place in known]
+    return {**_state(record["step"], known, over), "version": record.get("version", VERSION)}
 
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
     """Return the same for a checkpoint of another strategy, which has the states of rank 0's dataloaders."""
-    rank_zero_warn(
-        "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
-        " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
-        " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
-    )
+    if keeps_place(keeper):
+        rank_zero_warn(
+            "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
+            " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
+            " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
+        )
     old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
     return _state(taken, [_placed(old, keeper)] * world_size)
 
@@ -64,11 +66,6 @@ def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
 
 def _is_known(place: LoaderPlace | None) -> bool:
     return place is not None and "refused" not in place and place.get("states") != []
-
-
-def goes_on(record: dict[str, Any] | None) -> bool:
-    """Whether all ranks' places are known."""
-    return record is not None and all(map(_is_known, record["places"]))
 
 
 def why_unknown(record: dict[str, Any] | None) -> str:
@@ -115,7 +112,7 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
     if not is_over and record["step"]:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {world} ranks, and this job has one process,"
-            " whose loops are Lightning's own. Resume with two ranks or more, or from a checkpoint of an epoch's end."
+            " whose loops are Lightning's own. Resume with as many ranks, or from a checkpoint of an epoch's end."
         )
     if not all(place and place.get("dealt") for place in places):
         rank_zero_warn(

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
+
+from torch.utils.data import BatchSampler
 
 from lightning_join import _compat
 from lightning_join._compat import CombinedLoader
@@ -23,9 +26,16 @@ class Combined(SideBySide):
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.loaders = combined, combined.flattened
+        if combined._mode == "max_size_cycle" and not all(map(_draws_alone, self.loaders)):
+            self.problem = (
+                "A place in a CombinedLoader(mode='max_size_cycle') with a DataLoader that shuffles by torch's own"
+                " generator: where that begins again, its order depends on what the steps before have drawn. Give it a"
+                " generator: `DataLoader(..., generator=torch.Generator())`."
+            )
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._combined)
+        # Lightning's is no iterator of its own: it would begin again if it were asked for one.
+        return iter(partial(next, iter(self._combined)), object())
 
 
 class StatefulCombined(Combined):
@@ -35,18 +45,15 @@ class StatefulCombined(Combined):
         stateless: Those.
     """
 
-    __slots__ = ("_loaded", "_newest", "_watched", "stateless")
+    __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
 
     def __init__(self, combined: CombinedLoader) -> None:
         super().__init__(combined)
         self.stateless = [part for part in self.loaders if not keeps_place(part)]
+        self._stateful = [(place, part) for place, part in enumerate(self.loaders) if keeps_place(part)]
         self._loaded: dict[str, Any] = {}  # until there is an iterator
         self._newest: list[Any] = []
         self._watched: list[Any] = []
-
-    @property
-    def _stateful(self) -> list[tuple[int, Any]]:
-        return [(number, part) for number, part in enumerate(self.loaders) if part not in self.stateless]
 
     def __iter__(self) -> Iterator[Any]:
         iterator, loaded, self._loaded = super().__iter__(), self._loaded, {}
@@ -76,6 +83,14 @@ class StatefulCombined(Combined):
             part.load_state_dict(its)
 
 
+def _draws_alone(loader: Any) -> bool:
+    """Whether a dataloader does not draw its order from torch's own generator, as far as that can be known."""
+    sampler = getattr(loader, "sampler", None)
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return getattr(sampler, "generator", True) is not None
+
+
 def place_keeper(combined: CombinedLoader) -> Any:
     """Return what a `Position` goes through for a combined loader: its only dataloader, or all of them as one."""
     if len(combined.flattened) == 1:
@@ -91,5 +106,9 @@ def states_in(place: LoaderPlace) -> list[Any]:
 
 
 def state_of(keeper: Any, states: Sequence[Any], cycled: Sequence[bool] = ()) -> Any:
-    """Return the opposite, for a place in what `place_keeper` has returned."""
-    return {"states": [*states], "cycled": [*cycled]} if isinstance(keeper, Combined) else states[0]
+    """Return the opposite, for a place in what `place_keeper` has returned; states are those of all that have one."""
+    if not isinstance(keeper, Combined):
+        return states[0]
+    stateful = [part for part in keeper.loaders if hasattr(part, "load_state_dict")]
+    known = [state for part, state in zip(stateful, states, strict=False) if keeps_place(part)]
+    return {"states": known, "cycled": [*cycled]}

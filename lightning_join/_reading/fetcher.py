@@ -65,9 +65,6 @@ class ReadAheadFetcher(DataFetcher):
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
     before the sampler is told the epoch when training is resumed.
 
-    Args:
-        resuming: Begins an epoch where it goes on.
-
     Attributes:
         limit: How many batches are used of an epoch's, or which share of them.
         said: What the dataloaders say of their numbers of batches, limits included.
@@ -78,6 +75,7 @@ class ReadAheadFetcher(DataFetcher):
         left: Whether this rank has left the epoch, though there may be more batches.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
         is_over: Whether the epoch has ended.
+        resuming: Begins an epoch where it goes on.
         keeper: What has a place: the only dataloader, or all of them as one.
         next_step: Begins a step and returns its batch, which may be another rank's, or a stand-in.
     """
@@ -89,7 +87,7 @@ class ReadAheadFetcher(DataFetcher):
         self.said = Loaders([])
         self._has_read = False  # anything of this epoch
         self.rebalances = False
-        self._resuming = resuming
+        self.resuming = resuming
         self.keeper: Any = None
         self._position: Position | None = None  # in this epoch
         self.is_over = False
@@ -156,10 +154,10 @@ class ReadAheadFetcher(DataFetcher):
         Raises:
             StopIteration: The loader has come to its end before the place.
         """
-        loader, place = self.combined_loader, self._resuming.place
+        loader, place = self.combined_loader, self.resuming.place
         self._guard = RefillGuard(loader if isinstance(self.keeper, Combined) else self.keeper, gives=False)
         self.is_over = False
-        self._position = self._resuming.open(self.keeper, self._begin)
+        self._position = self.resuming.open(self.keeper, self._begin)
         self.taken = self.fetched  # as Lightning counts them, where no place says so
         if place is not None and not place["over"]:
             anew = place["plan"] is not None  # dealt out to these ranks by others
@@ -170,7 +168,7 @@ class ReadAheadFetcher(DataFetcher):
         self._has_read = False
 
     def _begin(self, keeper: Any, place: LoaderPlace | None = None, after: bool = False) -> Position:
-        position = Position(keeper, place, ahead=1, after=after)
+        position = Position(keeper, place, ahead=1, after=after, advice="")
         loader = self.combined_loader
         if keeper is loader.flattened[0]:
             loader.flattened = [_Begun(position.iterator)]
@@ -200,7 +198,7 @@ class ReadAheadFetcher(DataFetcher):
         mine = {"skipped": taken - trained, "has_left": self.left and not repeats, "plan": None, "left": False}
         try:
             return {**self._position.place(taken, read, self.exhausted and taken == read), **mine}
-        except (UnsupportedError, NotImplementedError, TypeError) as error:  # a dataset without a length, too
+        except UnsupportedError as error:
             return {"refused": str(error)}
 
     @property

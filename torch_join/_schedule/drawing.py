@@ -5,7 +5,7 @@ That is torch's, numpy's and Python's generator, and whatever the loader holds: 
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torch_join._schedule.stateful import is_stateful
+from torch_join._schedule.stateful import SideBySide, is_stateful, loaders_in
 
 _DEPTH = 3  # of objects in objects
 _MOST = 64  # objects in a container
@@ -34,10 +34,15 @@ def _global() -> dict[str, Any]:
     return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
 
 
-def own_drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of the loader's own generators, and the epochs that its samplers are told."""
+def own_drawing(loader: Any, parts: Sequence[tuple[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the states of the loader's own generators, and the epochs that its samplers are told.
+
+    Args:
+        loader: The loader.
+        parts: What `parts_of` has returned, if it has.
+    """
     own, told = {}, {}
-    for name, thing in parts_of(loader):
+    for name, thing in parts_of(loader) if parts is None else parts:
         if (state := _state_of(thing)) is None:
             told[name] = thing.epoch
         else:
@@ -59,6 +64,21 @@ def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
                 thing.set_epoch(epoch)
         set_drawing(loader, begun)
         yield
+
+
+def draws_since(loader: Any, begun: dict[str, Any]) -> bool:
+    """Whether something was drawn from the loader's own generators since their states were as `begun` says."""
+    return not _are_same(saved_drawing(own_drawing(loader))["own"], begun["own"])
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_same(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    return bool(one == other)
 
 
 def set_drawing(loader: Any, states: dict[str, Any]) -> None:
@@ -95,8 +115,9 @@ def set_own(loader: Any, states: dict[str, Any]) -> None:
 
 def reuses_workers(loader: Any, now: bool = True) -> bool:
     """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
-    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
-    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
+    stay = [each for each in loaders_in(loader) if isinstance(each, DataLoader) and not is_stateful(each)]
+    stay = [each for each in stay if each.persistent_workers and each.num_workers > 0]
+    return any((each._iterator is not None) is now for each in stay)
 
 
 def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +152,10 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Return, by name, what `parts_of` does, and all else that a loader holds."""
     found: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
-    level, seen = [("loader", loader)], {id(loader)}
+    level = [("loader", loader)]
+    if isinstance(loader, SideBySide):
+        level = [(f"loader.{number}", each) for number, each in enumerate(loader.loaders)]
+    seen = {id(each) for _, each in level}
     for _ in range(_DEPTH + 1):
         deeper: list[tuple[str, Any]] = []
         for name, thing in level:

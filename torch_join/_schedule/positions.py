@@ -11,6 +11,7 @@ torch's, numpy's or Python's generator, or from one that is an attribute of the 
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from itertools import chain, islice
 from typing import Any
@@ -23,6 +24,7 @@ from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, draw
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
+    draws_since,
     global_kept,
     has_epoch,
     own_drawing,
@@ -36,12 +38,14 @@ from torch_join._schedule.drawing import (
     walk,
 )
 from torch_join._schedule.stateful import (
+    SideBySide,
     begin_anew,
     check_order,
     epochs_of,
     forget_states,
     is_finished,
     keeps_place,
+    loaders_in,
     resumed_at,
     seed_of,
     shuffle_of,
@@ -50,20 +54,9 @@ from torch_join._schedule.stateful import (
 # What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
 # what comes next is another loop, is set by whoever knows it of all ranks.
 LoaderPlace = dict[str, Any]
-_NAMES = "give each a name: `join.batches(loader, name=...)`."
 NOT_DEALT: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
 _END = object()
 EVERY = 64  # reads, from one state of a loader that is read ahead to the next
-
-
-class SideBySide:
-    """A loader that goes through several at once, which keep their own places: a framework derives a class.
-
-    Attributes:
-        loaders: Those.
-    """
-
-    loaders: Sequence[Any]
 
 
 class Position:
@@ -74,6 +67,7 @@ class Position:
         place: Where to go on; by default at the begin.
         ahead: After how many reads the loader's state is kept, if batches are read before the one in hand is done with.
         after: Whether this is the next loop after one that has gone on at a place.
+        advice: What else to do where the place is one in another loader, for messages.
 
     Attributes:
         iterator: Of the batches that are left.
@@ -84,12 +78,19 @@ class Position:
         JoinValueError: The place is one in another loader.
     """
 
-    def __init__(self, loader: Any, place: LoaderPlace | None = None, ahead: int = 0, after: bool = False) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        place: LoaderPlace | None = None,
+        ahead: int = 0,
+        after: bool = False,
+        advice: str = " Where an epoch has several loops, give each a name: `join.batches(loader, name=...)`.",
+    ) -> None:
         # Of `windows` the loader that these are made of, in windows of so many.
         self._windows: Any = loader if hasattr(type(loader), "over") else None
         self._size: int = 1 if self._windows is None else loader.size
         self._loader = loader = loader if self._windows is None else loader.loader
-        self._parts: Sequence[Any] = loader.loaders if isinstance(loader, SideBySide) else [loader]
+        self._parts = loaders_in(loader)
         self._deals: list[Deal] = [] if place is None or place["over"] else place["deals"]
         self._start: int = place["start"] if place is not None and self._deals else 0
         self._seeds: dict[str, Any] | None = None
@@ -106,19 +107,19 @@ class Position:
                 if differs := _differs(loader, self._size, place):
                     warnings.warn(
                         f"The state was written after a loop over another loader than this {type(loader).__name__}"
-                        f" ({differs}), whose order may be another one than without the interruption. Where an epoch"
-                        f" has several loops, {_NAMES}",
+                        f" ({differs}), whose order may be another one than without the interruption.{advice}",
                         stacklevel=2,
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)
             iterator = _begin_again(loader, self._begun) if after or place is not None else iter(loader)
         else:
-            _check_same(loader, self._size, place, f" Where an epoch has several loops, {_NAMES}")
+            _check_same(loader, self._size, place, advice)
             self.first, self._begun = place["taken"], place["begun"]
             iterator = self._resume(place)
+        self._drawn = parts_of(loader)
         if place is not None:
-            restored += [thing for _, thing in parts_of(loader)]
+            restored += [thing for _, thing in self._drawn]
         self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
 
     def keep(self, read: int, taken: int) -> None:
@@ -134,7 +135,7 @@ class Position:
             state = deepcopy(self._loader.state_dict())
         except Exception as error:  # for whoever asks for a place
             state = error
-        self._states.append((read, state, own_drawing(self._loader)))
+        self._states.append((read, state, own_drawing(self._loader, self._drawn)))
         while len(self._states) > 1 and self._states[1][0] <= taken:
             self._states.popleft()
 
@@ -151,7 +152,7 @@ class Position:
         """
         if self._at_end is not None:
             return self._at_end
-        state, again, now = None, 0, own_drawing(self._loader)
+        state, again, now = None, 0, own_drawing(self._loader, self._drawn)
         if self._stateful and (read > taken or (self._states and self._states[-1][0] == read)):
             kept, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
             again = taken - kept + (ended and kept == read)  # with the read that has found the end
@@ -160,7 +161,7 @@ class Position:
         elif self._stateful:
             state = deepcopy(self._loader.state_dict())
         if not ended:
-            check_order(self._loader, self._stateful, parts_of(self._loader))
+            check_order(self._loader, self._stateful, self._drawn)
         dealer = dealer_of(self._loader)
         return {
             "taken": taken,
@@ -213,10 +214,23 @@ class Position:
                 iterator = iter(loader)
             if not taken:  # before its first batch, what a stream shows is its end in the epoch before
                 forget_states(self._parts)
-            set_own(loader, place["now"])  # torchdata's draws no base seed here
             # Not asked for before something is read: LitData's forgets then which it was given.
             self._states.append((self.first - place["again"], state, place["now"]))
-            return _read_past(iterator, place["again"] * self._size)
+            # A sampler without a state of its own draws the order again; some do when something is read.
+            is_drawn = draws_since(loader, place["begun"])
+            drawn = saved_drawing(drawing(loader))
+        if is_drawn:
+            set_own(loader, place["now"])  # torchdata's draws no base seed here
+        return _read_past(self._after_state(iterator, None if is_drawn else drawn), place["again"] * self._size)
+
+    def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any] | None) -> Iterator[Any]:
+        """Yield what is left after a state, the first of it as of what had been `drawn`, if the order has yet to be."""
+        with nullcontext() if drawn is None else drawn_as(self._loader, drawn):
+            first = next(iterator, _END)
+        forget_states(self._parts)  # which they apply in all iterators of this epoch
+        if first is not _END:
+            yield first
+            yield from iterator
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
         """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one.
@@ -232,12 +246,10 @@ class Position:
             told = told_epochs(loader, drawing(loader))  # of the loop that comes
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
-                if hasattr(loader, "next_iter_state") and not place["again"]:
-                    iter(loader)  # torchdata's begins anew at once
-                else:
+                begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
+                with suppress(StopIteration):  # it may show the next epoch already, which has fewer batches
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
                         iterator = iter(loader)
-                    begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
                     _read_past(iterator, max(place["again"], begins))  # it may begin only then
             begin_anew(self._parts, place["epochs"])
             for thing, epoch in told:
@@ -257,7 +269,6 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
         taken: How many batches had been trained on.
         epochs: What `epochs_of` returned then; by default what it does now.
     """
-    parts = loader.loaders if isinstance(loader, SideBySide) else [loader]
     return {
         **NOT_DEALT,
         "taken": taken,
@@ -266,7 +277,7 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
         "loader": _describe(loader, 1),
         "begun": saved_drawing(drawing(loader)),
         "now": {"own": {}, "told": {}},
-        "epochs": epochs_of(parts) if epochs is None else epochs,
+        "epochs": epochs_of(loaders_in(loader)) if epochs is None else epochs,
         "state": state,
         "again": 0,
         "left": False,
@@ -319,7 +330,7 @@ def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
     """Prepare a loader for the first loop after one that has gone on at a place."""
-    begin_anew(loader.loaders if isinstance(loader, SideBySide) else [loader], place["epochs"])
+    begin_anew(loaders_in(loader), place["epochs"])
 
 
 class Order:
@@ -390,14 +401,18 @@ def _describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | st
         UnsupportedError: Its order cannot be had again, and the loop has not ended.
     """
     found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
+    if isinstance(loader, SideBySide):
+        each = [_describe(its, 1, ended) for its in loader.loaders]
+        return {f"{what} of loader {number}": value for number, one in enumerate(each) for what, value in one.items()}
     if isinstance(loader, (list, tuple)):
         found["batches"] = len(loader)
     if isinstance(getattr(loader, "batch_size", None), int):
         found["samples in a batch"] = loader.batch_size
     if isinstance(loader, DataLoader):
         is_stream = _is_stream(loader)
-        if not is_stream and hasattr(loader.dataset, "__len__"):
-            found["samples"] = len(loader.dataset)
+        with suppress(TypeError, NotImplementedError):  # a dataset may say that it has none
+            if not is_stream and hasattr(loader.dataset, "__len__"):
+                found["samples"] = len(loader.dataset)
         if is_stream or keeps_place(loader):
             found["workers"] = loader.num_workers
     if (shuffle := shuffle_of(loader)) is not None:
@@ -424,6 +439,19 @@ def _check_same(loader: Any, size: int, place: LoaderPlace, advice: str = "") ->
         )
 
 
+@contextmanager
+def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
+    """Have new workers that stay draw no base seed from what an order is drawn from: the old ones drew none."""
+    kept = [(each, each.generator) for each in loaders if reuses_workers(each, now=False)]
+    for each, _ in kept:
+        each.generator = torch.Generator()
+    try:
+        yield
+    finally:
+        for each, generator in kept:
+            each.generator = generator
+
+
 def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     """Return an iterator over the batches after the first ones, whose order is drawn here.
 
@@ -434,7 +462,9 @@ def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     """
     own: Any = type(loader)
     if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
-        return _read_past(iter(loader), taken)
+        with _without_seeds(loaders_in(loader) if reuses else []):
+            iterator: Iterator[Any] = iter(loader)
+        return _read_past(iterator, taken) if taken else _begun(iterator)
     rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
     loader = copy(loader)
     # `DataLoader.__setattr__` refuses these.
@@ -442,9 +472,14 @@ def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     if reuses:
         rest.start()
         loader.generator = None
-    iterator: Iterator[Any] = iter(loader)
+    iterator = iter(loader)
     rest.start()
     return iterator
+
+
+def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Have an order be drawn that is drawn as something is read."""
+    return chain([*islice(iterator, 1)], iterator)
 
 
 def _begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
@@ -454,22 +489,15 @@ def _begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
         loader: The loader.
         begun: What `drawing` has returned; so that is there.
     """
-    generator = getattr(loader, "generator", None)
-    if generator is None or not reuses_workers(loader, now=False):
+    own = [each for each in loaders_in(loader) if getattr(each, "generator", None) is not None]
+    begun["reuses"] |= any(reuses_workers(each, now=False) for each in own)
+    with _without_seeds(own):
         return iter(loader)
-    begun["reuses"] = True
-    before = torch.default_generator.get_state()
-    loader.generator = None
-    try:
-        return iter(loader)
-    finally:
-        loader.generator = generator
-        torch.default_generator.set_state(before)
 
 
 def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    while count > 0 and next(iterator, _END) is not _END:  # Lightning's makes another one if it is asked for its own
-        count -= 1
+    for _ in islice(iterator, count):
+        pass
     return iterator
 
 

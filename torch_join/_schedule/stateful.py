@@ -14,6 +14,23 @@ from torch.utils.data import IterableDataset
 from torch_join._base.errors import UnsupportedError
 
 
+class SideBySide:
+    """A loader that goes through several at once, which keep their own places: a framework derives a class.
+
+    Attributes:
+        loaders: Those.
+        problem: Why nobody could have the order again that there is in a loop, if so it is.
+    """
+
+    loaders: Sequence[Any]
+    problem = ""
+
+
+def loaders_in(loader: Any) -> Sequence[Any]:
+    """Return what a loader goes through side by side; else itself alone."""
+    return loader.loaders if isinstance(loader, SideBySide) else [loader]
+
+
 def is_stateful(thing: Any) -> bool:
     """Whether something has a state that can be loaded again."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
@@ -136,6 +153,14 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
     Raises:
         UnsupportedError: So it is.
     """
+    if isinstance(loader, SideBySide):
+        if loader.problem and not stateful:
+            raise UnsupportedError(loader.problem)
+        for number, each in enumerate(loader.loaders):
+            prefix = f"loader.{number}"
+            its = [(f"loader{name.removeprefix(prefix)}", thing) for name, thing in parts if name.startswith(prefix)]
+            check_order(each, keeps_place(each) or stateful, its)
+        return
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
         raise UnsupportedError(

@@ -80,8 +80,8 @@ class Resuming:
             places = [None if place is None else {**NOT_DEALT, **place} for place in places]
         elif state["version"] != VERSION:
             raise JoinValueError(
-                f"A state of version {state['version']} was given to join.load_state_dict(), which knows {VERSION}:"
-                " another version of torch_join has written it. Resume with that one."
+                f"The state is of version {state['version']}, and {VERSION} is known here: another version of"
+                " torch_join has written it. Resume with that one."
             )
         if len(places) != self._world_size:
             places = dealt_among(places, self._world_size, state["step"], state["over"])
