@@ -40,6 +40,7 @@ from tests.support.inside import (
 )
 from tests.support.workers import Workers
 from torch_join import Join, JoinTypeError, PeerFailedError
+from torch_join._control._links.handshake import accept, connect
 from torch_join._control._links.portable import PortableLinks
 from torch_join._control._links.stream import ChannelState
 from torch_join._control.channel import Channel
@@ -114,6 +115,25 @@ def test_what_is_there_as_a_tree_is_made_is_passed_on() -> None:
         wait(lambda hears=hears: hears.failure() is not None)
         for tree in (one, other, between):
             tree.close()
+
+
+def test_an_address_that_answers_does_not_wait_for_others() -> None:
+    secret, found = b"secret", dict[int, socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as full:
+        port = listener.getsockname()[1]
+        full.bind(("127.0.0.2", port))
+        full.listen(0)
+        pending = [socket.create_connection(full.getsockname()[:2])]  # so that the next ones wait for an answer
+        accepting = threading.Thread(
+            target=lambda: found.update(accept(listener, {1: 1}, secret, time.monotonic() + 20, lambda: None))
+        )
+        accepting.start()
+        where, begun = (["127.0.0.2"] * 30 + ["127.0.0.1"], port), time.monotonic()
+        pending.append(connect(where, 1, secret, begun + 20, lambda: None))
+        assert time.monotonic() - begun < 1
+        accepting.join()
+        for connection in [*pending, *found.values()]:
+            connection.close()
 
 
 def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:

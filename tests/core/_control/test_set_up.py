@@ -201,3 +201,21 @@ def test_works_that_do_not_say_when_they_are_completed_are_waited_for() -> None:
     group._get_backend.return_value = OfPython()
     looks = mock.Mock(side_effect=[None] * 20 + [TimeoutError()])
     assert shared_tensor(group, torch.zeros(3), looks).tolist() == [7.0] * 3
+
+
+class Silent:
+    """A store whose server does not answer."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+
+    def add(self, *_: Any) -> int:
+        self.ends.wait(30)
+        return 1
+
+
+def test_a_store_that_does_not_answer_ends_the_wait() -> None:
+    store: Any = Silent()
+    with mock.patch("torch_join._control.set_up._ANSWERS_WITHIN", 0.5), pytest.raises(JoinTimeoutError, match="does not answer"):
+        SetUp(store, 1, [0, 1], timedelta(seconds=1))
+    store.ends.set()

@@ -1,4 +1,4 @@
-"""The rest of an epoch, and the next one, by all kinds of samplers that keep no state: in one process, without steps."""
+"""The rest of an epoch, and the next one, by samplers that keep no state: in one process, without steps."""
 
 import copy
 from collections.abc import Callable

@@ -1,0 +1,119 @@
+"""Hosts that are namespaces of Linux: each has a network, a name and processes of its own. They need root, and `ip`."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+NAMES = (f"tj{os.getpid()}a", f"tj{os.getpid()}b")  # of the namespaces, and of the ends of the cable between them
+WITHIN = 60  # seconds
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+
+
+def remove() -> None:
+    for name in NAMES:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
+        shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+def can_make_hosts() -> bool:
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+        return False
+    remove()
+    try:
+        ip("netns", "add", NAMES[0])
+        ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
+        ip("link", "del", NAMES[0])
+    except (subprocess.SubprocessError, OSError):
+        return False
+    finally:
+        remove()
+    return True
+
+
+pytestmark = pytest.mark.skipif(
+    not can_make_hosts(), reason="namespaces with a network of their own need root, and `ip`"
+)
+
+
+@pytest.fixture
+def addresses(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Make two hosts that are connected by IPv4, or by IPv6 alone; return their addresses."""
+    version: int = request.param
+    found = [f"10.77.0.{number}" if version == 4 else f"fd77::{number}" for number in (1, 2)]
+    more = ["24"] if version == 4 else ["64", "nodad"]
+    try:
+        ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
+        for number, (name, address) in enumerate(zip(NAMES, found, strict=True), start=1):
+            ip("netns", "add", name)
+            ip("link", "set", name, "netns", name, "name", "eth0")
+            Path(f"/etc/netns/{name}").mkdir(parents=True)
+            Path(f"/etc/netns/{name}/hosts").write_text(f"127.0.0.1 localhost\n{address} node{number}\n")
+            ip("-n", name, "address", "add", f"{address}/{more[0]}", "dev", "eth0", *more[1:])
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield found
+    finally:
+        remove()
+
+
+def train(addresses: list[str], killed: int = -1, interface: str = "") -> list[Any]:
+    """Return what one rank on each host prints, `None` of one that was killed."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": addresses[0], "MASTER_PORT": "29511"}
+    job |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    started = []
+    for rank, name in enumerate(NAMES):
+        program = f"hostname node{rank + 1}; exec {sys.executable} -m tests.hosts.training {killed}"
+        command = ["ip", "netns", "exec", name, "unshare", "-u", "bash", "-c", program]
+        started.append(subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank)}, **pipes))
+    try:
+        said = [process.communicate(timeout=WITHIN) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(out or number == killed for number, (out, _) in enumerate(said)), [error[-2000:] for _, error in said]
+    return [json.loads(out.splitlines()[-1]) if out else None for out, _ in said]
+
+
+def alone() -> list[float]:
+    """Return the parameters after the same steps in one process."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in (0, 1):
+            if step < 2 + 3 * rank:
+                batch = torch.full((2, 1), 1.0 + rank + step, dtype=torch.float64)
+                (net(batch).square().mean() / 2).backward()
+        optimizer.step()
+    return [float(parameter.detach()) for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "interface"),
+    [(6, "eth0"), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, ""), (4, "eth0"), (6, "")])],
+    indirect=["addresses"],
+)
+def test_it_is_exact_on_two_hosts(addresses: list[str], interface: str) -> None:
+    found = train(addresses, interface=interface)
+    assert found[0]["parameters"] == found[1]["parameters"] == pytest.approx(alone(), abs=1e-12)
+    assert max(each["entered"] for each in found) < 5
+
+
+@pytest.mark.parametrize("addresses", [4], indirect=True)
+def test_a_rank_that_is_killed_is_named_with_its_host(addresses: list[str]) -> None:
+    message, _ = train(addresses, killed=1)
+    assert message.startswith("PeerFailedError: Rank 1 (on node2) failed, so rank 0 cannot go on.")
