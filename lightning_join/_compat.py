@@ -134,6 +134,9 @@ class _Watched:
                 self._act()
             raise
 
+    def __reduce__(self) -> Any:
+        return iter, ((),)
+
 
 def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list[Any]:
     """Return, for an iterator that has just been made, what says by part whether it `ended`; `act` is called then.

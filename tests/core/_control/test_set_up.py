@@ -216,6 +216,9 @@ class Silent:
 
 def test_a_store_that_does_not_answer_ends_the_wait() -> None:
     store: Any = Silent()
-    with mock.patch("torch_join._control.set_up._ANSWERS_WITHIN", 0.5), pytest.raises(JoinTimeoutError, match="does not answer"):
+    with (
+        mock.patch("torch_join._control.set_up._ANSWERS_WITHIN", 0.5),
+        pytest.raises(JoinTimeoutError, match="does not answer"),
+    ):
         SetUp(store, 1, [0, 1], timedelta(seconds=1))
     store.ends.set()

@@ -80,6 +80,7 @@ class Reading:
     gaps: bool = False  # rank 0 has a batch that is None, and rank 1 leaves at its second
     validates: bool = False
     strategy: str | None = None
+    seeded: bool = True  # it shuffles by a generator of its own
 
 
 class Reader(Module):
@@ -125,6 +126,13 @@ class Reader(Module):
         return sum((loss_of(self.net, each[:2]) for each in batches), torch.zeros(()))
 
 
+class Unseeded(Reader):
+    """Shuffles by torch's own generator, as whoever passes `shuffle=True` does."""
+
+    def loader(self, data: Samples) -> DataLoader[Any]:
+        return DataLoader(data, batch_size=None, shuffle=len(data) > 0)
+
+
 class SavesEverywhere(pl.Callback):
     """Saves in each step while the batch is trained on, after it, and at the end of epochs and of the fit."""
 
@@ -154,7 +162,7 @@ def build(run: Reading, **options: Any) -> pl.Trainer:
 
 
 def fit_whole(rank: int, run: Reading, folder: str) -> tuple[Result, list[tuple[int, ...]]]:
-    module = Reader(run)
+    module = (Reader if run.seeded else Unseeded)(run)
     trainer = build(run, callbacks=[SavesEverywhere(folder)])
     trainer.fit(module)
     trainer.save_checkpoint(f"{folder}/fitted.ckpt")
@@ -162,7 +170,7 @@ def fit_whole(rank: int, run: Reading, folder: str) -> tuple[Result, list[tuple[
 
 
 def fit_from(run: Reading, path: str) -> tuple[Result, list[tuple[int, ...]]]:
-    module = Reader(run)
+    module = (Reader if run.seeded else Unseeded)(run)
     trainer = build(run)
     trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
     return result_of(trainer, module), module.seen
@@ -256,6 +264,15 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[
             (alone,) = workers.run(1, fit_warning, dataclasses.replace(run, strategy="ddp"), path)
             assert results[0][:2] == alone[:2]
             assert ("not resumable" in alone[2]) == (not iterable)
+
+
+def test_a_place_that_nobody_can_have_again_warns(workers: Workers, tmp_path: Path) -> None:
+    run = Reading(Fit((6, 4), epochs=2), stateful=False, mode="max_size_cycle", seeded=False)
+    workers.run(2, fit_whole, run, str(tmp_path))
+    results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-1.ckpt")
+    assert "where train dataloaders were in it is not known (DataLoader: A place in a CombinedLoader" in results[0][2]
+    assert "Give it a generator" in results[0][2]
+    assert [steps for _, steps, _ in results] == [12, 12]
 
 
 def resuming_fails(rank: int, run: Reading, path: str) -> str:
