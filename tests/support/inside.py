@@ -1,5 +1,6 @@
 """What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
 
+import itertools
 import json
 import os
 import pickle
@@ -260,13 +261,20 @@ def on_host(name: str) -> AbstractContextManager[Any]:
 def listen(on_this_host: bool) -> tuple[socket.socket, Where]:
     """Listen as a rank with children does; where is it to be reached?"""
     with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        listener = _wiring._listen(on_this_host)
+        listener = _wiring._listen(on_this_host, where_gloo_does=True)
     return listener, _wiring._where(listener)
 
 
 def reach(where: Where) -> socket.socket:
     addresses, port = where
-    return _handshake._reach(addresses[0], port)
+    ((_, connection),) = itertools.islice(_handshake._reached(addresses[:1], port, lambda: None, []), 1)
+    connection.setblocking(True)
+    return connection
+
+
+def reaching_nothing() -> AbstractContextManager[object]:
+    """Have this rank reach no other one that listens."""
+    return mock.patch.object(_handshake, "_reach", side_effect=OSError("no network here"))
 
 
 def _nothing() -> None:

@@ -7,9 +7,9 @@ import socket
 import struct
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,6 +25,7 @@ from tests.support.inside import (
     on_host,
     open_channel,
     reach,
+    reaching_nothing,
     seen_listeners,
 )
 from tests.support.workers import Workers
@@ -181,12 +182,7 @@ def test_a_job_begins_among_strangers_and_listens_no_more(workers: Workers, host
 
 
 def open_where_one_cannot(rank: int, hosts: str) -> str:
-    connect = socket.create_connection
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError("no network here")
-
-    refused = mock.patch.object(socket, "create_connection", refuse if rank == 1 else connect)
+    refused = reaching_nothing() if rank == 1 else nullcontext()
     with connects_within(1.0), on_host(hosts[rank]), refused, pytest.raises(UnsupportedError) as error:
         open_channel()
     return str(error.value)

@@ -65,7 +65,7 @@ def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
     try:
         if layout.children:
             is_own = all(everyone[child][0] == here[0] for child in layout.children)
-            listener = _listen_on_this_host() if is_own else _listen(_compat.is_of_gloo(group))
+            listener = _listen(is_own, _compat.is_of_gloo(group))
             where = _where(listener)
     except OSError as error:
         problem, where = f"rank {names[rank]} cannot listen: {error}", ([], -1)
@@ -133,16 +133,18 @@ def _listen_on_this_host() -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=128)
 
 
-def _listen(where_gloo_does: bool) -> socket.socket:
-    """Listen to other hosts.
+def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
+    """Listen to ranks of this host alone, or to those of others too.
 
     Raises:
         OSError: The interface that is named has no address.
     """
+    if on_this_host:
+        return _listen_on_this_host()
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         addresses = _addresses_of(name)
         if not addresses:
-            raise OSError(errno.EADDRNOTAVAIL, f"{name} ({_INTERFACE}) has no address")
+            raise OSError(errno.ENODEV, f"No such device, or it has no address: {name} ({_INTERFACE})")
         return _listen_at(addresses[0])
     # As gloo does: at the first address of the host's name that is one of this host.
     with suppress(OSError):
