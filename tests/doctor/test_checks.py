@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.support.inside import connects_within, on_host
+from tests.support.inside import connects_within, on_host, reaching_nothing
 from tests.support.workers import Workers
 from torch_join import Join, __version__
 from torch_join._doctor import connections, names, training, versions
@@ -60,10 +60,7 @@ def listen_nowhere(rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reach_nobody(rank: int) -> Iterator[None]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError("no network here")
-
-    refused = mock.patch.object(socket, "create_connection", refuse) if rank == 1 else contextlib.nullcontext()
+    refused = reaching_nothing() if rank == 1 else contextlib.nullcontext()
     with connects_within(1.0), on_host("abc"[rank]), refused:
         yield
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torch_join._schedule.stateful import SideBySide, is_stateful, loaders_in
+from torch_join._schedule.stateful import SideBySide, is_stateful
 
 _DEPTH = 3  # of objects in objects
 _MOST = 64  # objects in a container
@@ -115,9 +115,10 @@ def set_own(loader: Any, states: dict[str, Any]) -> None:
 
 def reuses_workers(loader: Any, now: bool = True) -> bool:
     """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
-    stay = [each for each in loaders_in(loader) if isinstance(each, DataLoader) and not is_stateful(each)]
-    stay = [each for each in stay if each.persistent_workers and each.num_workers > 0]
-    return any((each._iterator is not None) is now for each in stay)
+    if isinstance(loader, SideBySide):
+        return any(reuses_workers(each, now) for each in loader.loaders)
+    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
 def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
@@ -152,10 +153,10 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Return, by name, what `parts_of` does, and all else that a loader holds."""
     found: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
-    level = [("loader", loader)]
+    level, seen = [("loader", loader)], {id(loader)}
     if isinstance(loader, SideBySide):
         level = [(f"loader.{number}", each) for number, each in enumerate(loader.loaders)]
-    seen = {id(each) for _, each in level}
+        seen.update(id(each) for each in loader.loaders)
     for _ in range(_DEPTH + 1):
         deeper: list[tuple[str, Any]] = []
         for name, thing in level:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -117,10 +118,14 @@ class Position:
             _check_same(loader, self._size, place, advice)
             self.first, self._begun = place["taken"], place["begun"]
             iterator = self._resume(place)
-        self._drawn = parts_of(loader)
         if place is not None:
             restored += [thing for _, thing in self._drawn]
         self.iterator: Iterator[Any] = iterator if self._windows is None else self._windows.over(iterator)
+
+    @cached_property
+    def _drawn(self) -> list[tuple[str, Any]]:
+        """What the loader holds that an order may be drawn from, once its iterator is there."""
+        return parts_of(self._loader)
 
     def keep(self, read: int, taken: int) -> None:
         """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others.
