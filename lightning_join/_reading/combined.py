@@ -5,12 +5,10 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler
-
 from lightning_join import _compat
 from lightning_join._compat import CombinedLoader
 from torch_join import JoinValueError
-from torch_join.integration import LoaderPlace, SideBySide, forget_states, keeps_place
+from torch_join.integration import LoaderPlace, SideBySide, draws_globally, forget_states, keeps_place
 
 
 class Combined(SideBySide):
@@ -26,7 +24,7 @@ class Combined(SideBySide):
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.loaders = combined, combined.flattened
-        if combined._mode == "max_size_cycle" and not all(map(_draws_alone, self.loaders)):
+        if combined._mode == "max_size_cycle" and any(map(draws_globally, self.loaders)):
             self.problem = (
                 "A place in a CombinedLoader(mode='max_size_cycle') with a DataLoader that shuffles by torch's own"
                 " generator: where that begins again, its order depends on what the steps before have drawn. Give it a"
@@ -81,14 +79,6 @@ class StatefulCombined(Combined):
         self._loaded = deepcopy(state)
         for (_, part), its in zip(self._stateful, state["states"], strict=True):
             part.load_state_dict(its)
-
-
-def _draws_alone(loader: Any) -> bool:
-    """Whether a dataloader does not draw its order from torch's own generator, as far as that can be known."""
-    sampler = getattr(loader, "sampler", None)
-    while type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return getattr(sampler, "generator", True) is not None
 
 
 def place_keeper(combined: CombinedLoader) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._schedule.drawing import drawn_as, own_drawing
+from torch_join._schedule.drawing import drawn_as, draws_order, own_drawing
 
 # By job: its number of ranks (`world`), how many batches each has `taken`, and how many indices one has (`batch`).
 Deal = dict[str, Any]
@@ -144,11 +144,6 @@ def _is_plain(batches: Any) -> bool:
 
 def _says_rank(sampler: Any) -> bool:
     return all(isinstance(getattr(sampler, name, None), int) for name in ("rank", "num_replicas"))
-
-
-def draws_order(part: str) -> bool:
-    """Whether something that a loader holds may draw its order, and not what each rank makes of its samples."""
-    return not part.startswith("loader.dataset")
 
 
 def left_of(

@@ -4,6 +4,7 @@ That is torch's, numpy's and Python's generator, and whatever the loader holds: 
 """
 
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from torch_join._schedule.stateful import SideBySide, is_stateful
 
@@ -66,9 +67,27 @@ def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def draws_since(loader: Any, begun: dict[str, Any]) -> bool:
-    """Whether something was drawn from the loader's own generators since their states were as `begun` says."""
-    return not _are_same(saved_drawing(own_drawing(loader))["own"], begun["own"])
+def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
+    """Return the names of generators from which an order may be drawn yet: they are as `begun` says."""
+    own = saved_drawing(own_drawing(loader))["own"]
+    return {
+        name
+        for name in own.keys() & begun["own"].keys()
+        if draws_order(name) and _are_same(own[name], begun["own"][name])
+    }
+
+
+def draws_globally(loader: Any) -> bool:
+    """Whether a loader's sampler is one of torch's that draws from torch's own generator."""
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    while isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    return getattr(sampler, "generator", sampler) is None
+
+
+def draws_order(part: str) -> bool:
+    """Whether something that a loader holds may draw its order, and not what each rank makes of its samples."""
+    return re.match(r"loader(\.\d+)?\.dataset", part) is None
 
 
 def _are_same(one: Any, other: Any) -> bool:

@@ -21,11 +21,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
-from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, draws_order, left_of
+from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
-    draws_since,
+    drawn_later,
+    draws_globally,
+    draws_order,
     global_kept,
     has_epoch,
     own_drawing,
@@ -221,16 +223,17 @@ class Position:
                 forget_states(self._parts)
             # Not asked for before something is read: LitData's forgets then which it was given.
             self._states.append((self.first - place["again"], state, place["now"]))
-            # A sampler without a state of its own draws the order again; some do when something is read.
-            is_drawn = draws_since(loader, place["begun"])
+            # A sampler without a state of its own draws the order again, and some only as something is read.
+            waits = drawn_later(loader, place["begun"])
             drawn = saved_drawing(drawing(loader))
-        if is_drawn:
-            set_own(loader, place["now"])  # torchdata's draws no base seed here
-        return _read_past(self._after_state(iterator, None if is_drawn else drawn), place["again"] * self._size)
+        now = {name: state for name, state in place["now"]["own"].items() if name not in waits}
+        set_own(loader, {**place["now"], "own": now})  # torchdata's draws no base seed here
+        return _read_past(self._after_state(iterator, drawn), place["again"] * self._size)
 
-    def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any] | None) -> Iterator[Any]:
-        """Yield what is left after a state, the first of it as of what had been `drawn`, if the order has yet to be."""
-        with nullcontext() if drawn is None else drawn_as(self._loader, drawn):
+    def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any]) -> Iterator[Any]:
+        """Yield what is left after a state; see `drawing` for what was `drawn` from until it was loaded."""
+        # Set for the first read alone: what a step draws besides, for its transforms say, is this job's.
+        with drawn_as(self._loader, drawn) if any(map(draws_globally, self._parts)) else nullcontext():
             first = next(iterator, _END)
         forget_states(self._parts)  # which they apply in all iterators of this epoch
         if first is not _END:

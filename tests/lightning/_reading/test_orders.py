@@ -8,10 +8,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_join._reading.fetcher import ReadAheadFetcher
+from torch_join import UnpaddedDistributedSampler
 from torch_join.integration import VERSION, Resuming
 
 pytestmark = [
@@ -117,3 +118,39 @@ def test_what_is_left_is_what_would_have_come(kind: str, mode: str, epoch: int, 
     resumed.resuming.load(state)
     resumed.start()
     assert [taken(resumed), epoch_of(resumed)] == expected
+
+
+class Transformed(Dataset[float]):
+    """What a rank makes of its samples it draws from torch's generator, and from one of its own."""
+
+    def __init__(self) -> None:
+        self.own = drawing(7)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(torch.rand(1)) + float(torch.rand(1, generator=self.own))
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_what_transforms_draw_goes_on_too(shuffles: bool) -> None:
+    def made() -> ReadAheadFetcher:
+        data = Transformed()
+        sampler = UnpaddedDistributedSampler(data, 1, 0, shuffles, seed=3)
+        fetcher = ReadAheadFetcher(Resuming(0, 1))
+        fetcher.setup(CombinedLoader(StatefulDataLoader(data, 2, sampler=sampler)))
+        iter(fetcher)
+        return fetcher
+
+    torch.manual_seed(1)
+    whole = made()
+    whole.start()
+    assert whole.take() is not None
+    place, drawn = copy.deepcopy(whole.place()), torch.get_rng_state()
+    expected = taken(whole)
+    resumed = made()
+    resumed.resuming.load({"version": VERSION, "name": "", "step": 1, "over": False, "places": [place], "others": {}})
+    resumed.start()
+    torch.set_rng_state(drawn)
+    assert taken(resumed) == expected
