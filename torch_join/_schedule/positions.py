@@ -11,14 +11,11 @@ torch's, numpy's or Python's generator, or from one that is an attribute of the 
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from copy import copy, deepcopy
+from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
@@ -32,14 +29,13 @@ from torch_join._schedule.drawing import (
     has_epoch,
     own_drawing,
     parts_of,
-    reuses_workers,
     saved_drawing,
     set_drawing,
     set_global,
     set_own,
     told_epochs,
-    walk,
 )
+from torch_join._schedule.remaining import begin_again, check_same, describe, differs_from, read_past, skip
 from torch_join._schedule.stateful import (
     SideBySide,
     begin_anew,
@@ -50,8 +46,6 @@ from torch_join._schedule.stateful import (
     keeps_place,
     loaders_in,
     resumed_at,
-    seed_of,
-    shuffle_of,
 )
 
 # What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
@@ -107,7 +101,7 @@ class Position:
         if place is None or place["over"]:
             self.first = 0
             if place is not None:
-                if differs := _differs(loader, self._size, place):
+                if differs := differs_from(loader, self._size, place):
                     warnings.warn(
                         f"The state was written after a loop over another loader than this {type(loader).__name__}"
                         f" ({differs}), whose order may be another one than without the interruption.{advice}",
@@ -115,9 +109,9 @@ class Position:
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)
-            iterator = _begin_again(loader, self._begun) if after or place is not None else iter(loader)
+            iterator = begin_again(loader, self._begun) if after or place is not None else iter(loader)
         else:
-            _check_same(loader, self._size, place, advice)
+            check_same(loader, self._size, place, advice)
             self.first, self._begun = place["taken"], place["begun"]
             iterator = self._resume(place)
         if place is not None:
@@ -179,7 +173,7 @@ class Position:
             "deals": self._deals,
             "start": self._start,
             "seeds": None if self._seeds is None else saved_drawing(self._seeds),
-            "loader": _describe(self._loader, self._size, ended),
+            "loader": describe(self._loader, self._size, ended),
             "begun": saved_drawing(self._begun),
             "now": saved_drawing(now),
             "epochs": epochs_of(self._parts),
@@ -202,7 +196,7 @@ class Position:
             self._seeds = place["seeds"] or drawing(loader)
             with global_kept():
                 set_global(self._seeds)
-                return _skip(loader, taken, reuses=False)
+                return skip(loader, taken, reuses=False)
         if (state is not None) != self._stateful:
             raise JoinValueError(
                 f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
@@ -215,7 +209,7 @@ class Position:
             return iter(())
         with drawn_as(loader, place["begun"]):
             if state is None:
-                return _skip(loader, taken, place["begun"]["reuses"])
+                return skip(loader, taken, place["begun"]["reuses"])
             loader.load_state_dict(deepcopy(state))  # it may go on changing it
             with resumed_at(self._parts, place["epochs"], taken):
                 iterator = iter(loader)
@@ -228,7 +222,7 @@ class Position:
             drawn = saved_drawing(drawing(loader))
         now = {name: state for name, state in place["now"]["own"].items() if name not in waits}
         set_own(loader, {**place["now"], "own": now})  # torchdata's draws no base seed here
-        return _read_past(self._after_state(iterator, drawn), place["again"] * self._size)
+        return read_past(self._after_state(iterator, drawn), place["again"] * self._size)
 
     def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any]) -> Iterator[Any]:
         """Yield what is left after a state; see `drawing` for what was `drawn` from until it was loaded."""
@@ -258,7 +252,7 @@ class Position:
                 with suppress(StopIteration):  # it may show the next epoch already, which has fewer batches
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
                         iterator = iter(loader)
-                    _read_past(iterator, max(place["again"], begins))  # it may begin only then
+                    read_past(iterator, max(place["again"], begins))  # it may begin only then
             begin_anew(self._parts, place["epochs"])
             for thing, epoch in told:
                 if has_epoch(thing):
@@ -282,7 +276,7 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
         "taken": taken,
         "ended": False,
         "over": False,
-        "loader": _describe(loader, 1),
+        "loader": describe(loader, 1),
         "begun": saved_drawing(drawing(loader)),
         "now": {"own": {}, "told": {}},
         "epochs": epochs_of(loaders_in(loader)) if epochs is None else epochs,
@@ -386,7 +380,7 @@ class Order:
     def _check(self, place: LoaderPlace) -> None:
         if "refused" in place:
             raise UnsupportedError(place["refused"])
-        _check_same(self._loader, 1, place, self._advice)
+        check_same(self._loader, 1, place, self._advice)
 
     def place(self, ended: bool) -> LoaderPlace:
         """Return what draws the order, of plain types and tensors; where the loop has `ended`, what draws the next."""
@@ -394,142 +388,6 @@ class Order:
             return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
         try:
             check_order(self._loader, keeps_place(self._loader), parts_of(self._loader))
-            return {"ended": False, "loader": _describe(self._loader, 1), "begun": saved_drawing(self._begun)}
+            return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
         except UnsupportedError as error:  # a framework writes more than places, and goes on elsewhere as well
             return {"ended": False, "refused": str(error)}
-
-
-# ------------------------------------------------------------ the loader
-
-
-def _describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
-    """Return what must be the same for a number of windows of this size, or a state, to mean the same.
-
-    Raises:
-        UnsupportedError: Its order cannot be had again, and the loop has not ended.
-    """
-    found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
-    if isinstance(loader, SideBySide):
-        each = [_describe(its, 1, ended) for its in loader.loaders]
-        return {f"{what} of loader {number}": value for number, one in enumerate(each) for what, value in one.items()}
-    if isinstance(loader, (list, tuple)):
-        found["batches"] = len(loader)
-    if isinstance(getattr(loader, "batch_size", None), int):
-        found["samples in a batch"] = loader.batch_size
-    if isinstance(loader, DataLoader):
-        is_stream = _is_stream(loader)
-        with suppress(TypeError, NotImplementedError):  # a dataset may say that it has none
-            if not is_stream and hasattr(loader.dataset, "__len__"):
-                found["samples"] = len(loader.dataset)
-        if is_stream or keeps_place(loader):
-            found["workers"] = loader.num_workers
-    if (shuffle := shuffle_of(loader)) is not None:
-        found["the seed of its shuffle"] = shuffle
-    for name, part in [] if keeps_place(loader) else walk(loader)[1]:
-        if (seed := None if ended else seed_of(part)) is not None:
-            found[f"the seed of {name}"] = seed
-    return found
-
-
-def _differs(loader: Any, size: int, place: LoaderPlace) -> str:
-    """Return in what the loader is another one than that of a place."""
-    then, now = place["loader"], _describe(loader, size, place["ended"])
-    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
-
-
-def _check_same(loader: Any, size: int, place: LoaderPlace, advice: str = "") -> None:
-    if differs := _differs(loader, size, place):
-        raise JoinValueError(
-            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
-            " which its place would be another one. Resume the loop in which it was written first, with the same data"
-            f" and seeds.{advice}"
-        )
-
-
-@contextmanager
-def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
-    """Have new workers that stay draw no base seed from what an order is drawn from: the old ones drew none."""
-    kept = [(each, each.generator) for each in loaders if reuses_workers(each, now=False)]
-    for each, _ in kept:
-        each.generator = torch.Generator()
-    try:
-        yield
-    finally:
-        for each, generator in kept:
-            each.generator = generator
-
-
-def _skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
-    """Return an iterator over the batches after the first ones, whose order is drawn here.
-
-    Args:
-        loader: The loader.
-        taken: How many are left out.
-        reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
-    """
-    own: Any = type(loader)
-    if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
-        with _without_seeds(loaders_in(loader) if reuses else []):
-            iterator: Iterator[Any] = iter(loader)
-        return _read_past(iterator, taken) if taken else _begun(iterator)
-    rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
-    loader = copy(loader)
-    # `DataLoader.__setattr__` refuses these.
-    vars(loader).update({"sampler" if loader.batch_sampler is None else "batch_sampler": rest, "_iterator": None})
-    if reuses:
-        rest.start()
-        loader.generator = None
-    iterator = iter(loader)
-    rest.start()
-    return iterator
-
-
-def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Have an order be drawn that is drawn as something is read."""
-    return chain([*islice(iterator, 1)], iterator)
-
-
-def _begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
-    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did.
-
-    Args:
-        loader: The loader.
-        begun: What `drawing` has returned; so that is there.
-    """
-    own = [each for each in loaders_in(loader) if getattr(each, "generator", None) is not None]
-    begun["reuses"] |= any(reuses_workers(each, now=False) for each in own)
-    with _without_seeds(own):
-        return iter(loader)
-
-
-def _read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in islice(iterator, count):
-        pass
-    return iterator
-
-
-def _is_stream(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.dataset, IterableDataset)
-
-
-class _Rest:
-    """A sampler of what another one has left after its first indices, or batches of these."""
-
-    def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
-        self._first: list[Any] | None = None
-
-    def start(self) -> None:
-        """Draw the order."""
-        if self._first is None:
-            self._indices = islice(self._sampler, self._skipped, None)
-            self._first = [*islice(self._indices, 1)]
-
-    def __iter__(self) -> Iterator[Any]:
-        self.start()
-        yield from self._first or ()
-        yield from self._indices
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._skipped)  # type: ignore[arg-type]

@@ -1,0 +1,147 @@
+"""What a place needs of a loader: what it is, and an iterator over what is left, or over its next epoch."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from torch_join._base.errors import JoinValueError
+from torch_join._schedule.drawing import reuses_workers, walk
+from torch_join._schedule.stateful import SideBySide, keeps_place, loaders_in, seed_of, shuffle_of
+
+
+def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
+    """Return what must be the same for a number of windows of this size, or a state, to mean the same.
+
+    Raises:
+        UnsupportedError: Its order cannot be had again, and the loop has not ended.
+    """
+    found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
+    if isinstance(loader, SideBySide):
+        each = [describe(its, 1, ended) for its in loader.loaders]
+        return {f"{what} of loader {number}": value for number, one in enumerate(each) for what, value in one.items()}
+    if isinstance(loader, (list, tuple)):
+        found["batches"] = len(loader)
+    if isinstance(getattr(loader, "batch_size", None), int):
+        found["samples in a batch"] = loader.batch_size
+    if isinstance(loader, DataLoader):
+        is_stream = _is_stream(loader)
+        with suppress(TypeError, NotImplementedError):  # a dataset may say that it has none
+            if not is_stream and hasattr(loader.dataset, "__len__"):
+                found["samples"] = len(loader.dataset)
+        if is_stream or keeps_place(loader):
+            found["workers"] = loader.num_workers
+    if (shuffle := shuffle_of(loader)) is not None:
+        found["the seed of its shuffle"] = shuffle
+    for name, part in [] if keeps_place(loader) else walk(loader)[1]:
+        if (seed := None if ended else seed_of(part)) is not None:
+            found[f"the seed of {name}"] = seed
+    return found
+
+
+def differs_from(loader: Any, size: int, place: dict[str, Any]) -> str:
+    """Return in what the loader is another one than that of a place."""
+    then, now = place["loader"], describe(loader, size, place["ended"])
+    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
+
+
+def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") -> None:
+    if differs := differs_from(loader, size, place):
+        raise JoinValueError(
+            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
+            " which its place would be another one. Resume the loop in which it was written first, with the same data"
+            f" and seeds.{advice}"
+        )
+
+
+@contextmanager
+def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
+    """Have new workers that stay draw no base seed from what an order is drawn from: the old ones drew none."""
+    kept = [(each, each.generator) for each in loaders if reuses_workers(each, now=False)]
+    for each, _ in kept:
+        each.generator = torch.Generator()
+    try:
+        yield
+    finally:
+        for each, generator in kept:
+            each.generator = generator
+
+
+def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
+    """Return an iterator over the batches after the first ones, whose order is drawn here.
+
+    Args:
+        loader: The loader.
+        taken: How many are left out.
+        reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
+    """
+    own: Any = type(loader)
+    if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
+        with _without_seeds(loaders_in(loader) if reuses else []):
+            iterator: Iterator[Any] = iter(loader)
+        return read_past(iterator, taken) if taken else _begun(iterator)
+    rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
+    loader = copy(loader)
+    # `DataLoader.__setattr__` refuses these.
+    vars(loader).update({"sampler" if loader.batch_sampler is None else "batch_sampler": rest, "_iterator": None})
+    if reuses:
+        rest.start()
+        loader.generator = None
+    iterator = iter(loader)
+    rest.start()
+    return iterator
+
+
+def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Have an order be drawn that is drawn as something is read."""
+    return chain([*islice(iterator, 1)], iterator)
+
+
+def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
+    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did.
+
+    Args:
+        loader: The loader.
+        begun: What `drawing` has returned; so that is there.
+    """
+    own = [each for each in loaders_in(loader) if getattr(each, "generator", None) is not None]
+    begun["reuses"] |= any(reuses_workers(each, now=False) for each in own)
+    with _without_seeds(own):
+        return iter(loader)
+
+
+def read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in islice(iterator, count):
+        pass
+    return iterator
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+class _Rest:
+    """A sampler of what another one has left after its first indices, or batches of these."""
+
+    def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
+        self._sampler, self._skipped = sampler, skipped
+        self._first: list[Any] | None = None
+
+    def start(self) -> None:
+        """Draw the order."""
+        if self._first is None:
+            self._indices = islice(self._sampler, self._skipped, None)
+            self._first = [*islice(self._indices, 1)]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start()
+        yield from self._first or ()
+        yield from self._indices
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._skipped)  # type: ignore[arg-type]
