@@ -79,7 +79,8 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
 
 def draws_globally(loader: Any) -> bool:
     """Whether a loader's sampler is one of torch's that draws from torch's own generator."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
     while isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
     return getattr(sampler, "generator", sampler) is None
