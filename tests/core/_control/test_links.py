@@ -136,6 +136,15 @@ def test_an_address_that_answers_does_not_wait_for_others() -> None:
             connection.close()
 
 
+def test_a_failure_is_heard_of_where_no_address_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    looks, begun = iter([None, None]), time.monotonic()
+    with pytest.raises(StopIteration):
+        connect((["127.0.0.1"], port), 1, b"secret", begun + 20, lambda: next(looks))
+    assert time.monotonic() - begun < 5
+
+
 def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
     ours, theirs = connected()
     lost: list[int] = []

@@ -126,6 +126,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
     """Connect to a rank that listens, by whichever of its addresses reaches it first."""
     problems: list[str] = []
     while time.monotonic() < deadline:
+        look()  # no address may answer
         for address, connection in _reached(*where, look, problems):
             try:
                 connection.settimeout(_LOOKS_EVERY)
