@@ -60,7 +60,10 @@ def addresses(request: pytest.FixtureRequest) -> Iterator[list[str]]:
             ip("link", "set", name, "netns", name, "name", "eth0")
             Path(f"/etc/netns/{name}").mkdir(parents=True)
             Path(f"/etc/netns/{name}/hosts").write_text(f"127.0.0.1 localhost\n{address} node{number}\n")
-            ip("-n", name, "address", "add", f"{address}/{more[0]}", "dev", "eth0", *more[1:])
+            try:
+                ip("-n", name, "address", "add", f"{address}/{more[0]}", "dev", "eth0", *more[1:])
+            except subprocess.CalledProcessError:
+                pytest.skip(f"no IPv{version} in namespaces here")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
         yield found
