@@ -41,7 +41,7 @@ from torch_join._participants.options import JoinOptions, Options, renamed, warn
 from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
-from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, set_own, told_epochs
+from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, sampler_of, set_own, told_epochs
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, Order, Position, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
@@ -67,9 +67,9 @@ __all__ = [
     "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
     "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
     "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state",
-    "read_rows", "refuse_position", "renamed", "resumed_at", "set_own", "setting", "sharded_lockstep_join", "state_of",
-    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
-    "whole_signature",
+    "read_rows", "refuse_position", "renamed", "resumed_at", "sampler_of", "set_own", "setting",
+    "sharded_lockstep_join", "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs",
+    "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

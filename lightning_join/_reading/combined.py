@@ -8,7 +8,7 @@ from typing import Any
 from lightning_join import _compat
 from lightning_join._compat import CombinedLoader
 from torch_join import JoinValueError
-from torch_join.integration import LoaderPlace, SideBySide, draws_globally, forget_states, keeps_place
+from torch_join.integration import LoaderPlace, SideBySide, draws_globally, forget_states, keeps_place, sampler_of
 
 
 class Combined(SideBySide):
@@ -21,15 +21,25 @@ class Combined(SideBySide):
     """
 
     __slots__ = ("_combined",)  # what draws an order is looked for in what is no slot
+    _remedy = "that shuffles by torch's default generator: give it one, `DataLoader(..., generator=torch.Generator())`"
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.loaders = combined, combined.flattened
-        if combined._mode == "max_size_cycle" and any(map(draws_globally, self.loaders)):
-            self.problem = (
-                "A place in a CombinedLoader(mode='max_size_cycle') with a DataLoader that shuffles by torch's own"
-                " generator: where that begins again, its order depends on what the steps before have drawn. Give it a"
-                " generator: `DataLoader(..., generator=torch.Generator())`."
-            )
+
+    @property
+    def problem(self) -> str:
+        """Why the current order cannot be restored: a dataloader has started again, in an order that is lost."""
+        restarted = zip(self.loaders, _compat.get_cycled(self._combined), strict=False)  # none in other modes
+        names = [type(part).__name__ for part, has_restarted in restarted if has_restarted and self._loses_order(part)]
+        if not names:
+            return ""
+        return (
+            f"A CombinedLoader(mode='max_size_cycle') has started its {names[0]} again, and {self._remedy}. Otherwise"
+            " the order of its second pass cannot be restored."
+        )
+
+    def _loses_order(self, loader: Any) -> bool:
+        return draws_globally(loader)
 
     def __iter__(self) -> Iterator[Any]:
         # Lightning's is no iterator of its own: it would begin again if it were asked for one.
@@ -44,6 +54,7 @@ class StatefulCombined(Combined):
     """
 
     __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
+    _remedy = "its sampler is one of torch's, which has no state: use torchdata.stateful_dataloader.sampler"
 
     def __init__(self, combined: CombinedLoader) -> None:
         super().__init__(combined)
@@ -69,6 +80,11 @@ class StatefulCombined(Combined):
             states.append(before[number] if has_ended else deepcopy(part.state_dict()))  # which may go on changing
         self._newest = states
         return {"states": states, "cycled": _compat.get_cycled(self._combined)}
+
+    def _loses_order(self, loader: Any) -> bool:
+        sampler = sampler_of(loader)
+        is_stateless = type(sampler).__module__ == "torch.utils.data.sampler" and hasattr(sampler, "generator")
+        return is_stateless and keeps_place(loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["states"]) != len(self._stateful):

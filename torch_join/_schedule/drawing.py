@@ -19,6 +19,7 @@ from torch_join._schedule.stateful import SideBySide, is_stateful
 
 _DEPTH = 3  # of objects in objects
 _MOST = 64  # objects in a container
+_SAMPLERS = frozenset(("batch_sampler", "sampler", "_sampler"))  # what attributes of that are called
 _SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
@@ -77,12 +78,18 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
     }
 
 
-def draws_globally(loader: Any) -> bool:
-    """Whether a loader's sampler is one of torch's that draws from torch's own generator."""
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that a loader's indices come from, whatever makes batches of them; `None` without one."""
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
     while isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
+    return sampler
+
+
+def draws_globally(loader: Any) -> bool:
+    """Whether a loader's sampler draws from torch's default generator, as torch's samplers do that are given none."""
+    sampler = sampler_of(loader)
     return getattr(sampler, "generator", sampler) is None
 
 
@@ -195,7 +202,8 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
                 elif _state_of(part) is not None:
                     found.append((f"{name}.{key}", part))
                 elif not isinstance(part, _OTHERS):
-                    deeper.append((f"{name}.{key}", part))
+                    # However samplers are wrapped, they are no deeper: frameworks put theirs around a user's.
+                    (level if key in _SAMPLERS else deeper).append((f"{name}.{key}", part))
         others += level
         level = deeper
     return found, others

@@ -19,11 +19,14 @@ class SideBySide:
 
     Attributes:
         loaders: Those.
-        problem: Why nobody could have the order again that there is in a loop, if so it is.
     """
 
     loaders: Sequence[Any]
-    problem = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the current order cannot be restored; empty if it can."""
+        return ""
 
 
 def loaders_in(loader: Any) -> Sequence[Any]:
@@ -154,7 +157,7 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
         UnsupportedError: So it is.
     """
     if isinstance(loader, SideBySide):
-        if loader.problem and not stateful:
+        if loader.problem:
             raise UnsupportedError(loader.problem)
         for number, each in enumerate(loader.loaders):
             prefix = f"loader.{number}"
