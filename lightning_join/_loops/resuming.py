@@ -38,12 +38,11 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
     """Return the same for a checkpoint of another strategy, which has the states of rank 0's dataloaders."""
-    if keeps_place(keeper):
-        rank_zero_warn(
-            "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
-            " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
-            " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
-        )
+    rank_zero_warn(
+        "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
+        " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
+        " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
+    )
     old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
     return _state(taken, [_placed(old, keeper)] * world_size)
 
@@ -57,9 +56,8 @@ def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
         return None
     if "states" not in place:
         return place
-    if not keeps_place(keeper):
-        return None
-    state, taken = state_of(keeper, place["states"], place["cycled"]), place["taken"] + place["skipped"]
+    taken = place["taken"] + place["skipped"]
+    state = state_of(keeper, place["states"], place["cycled"]) if keeps_place(keeper) else None
     found = place_of_state(keeper, state, taken, place["epochs"])
     return {**found, "skipped": place["skipped"], "has_left": place["left"]}
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from torch_join._schedule.stateful import SideBySide, is_stateful
+from torch_join._schedule.stateful import SideBySide, is_stateful, sampler_of
 
 _DEPTH = 3  # of objects in objects
 _MOST = 64  # objects in a container
@@ -76,15 +76,6 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
         for name in own.keys() & begun["own"].keys()
         if draws_order(name) and _are_same(own[name], begun["own"][name])
     }
-
-
-def sampler_of(loader: Any) -> Any:
-    """Return the sampler that a loader's indices come from, whatever makes batches of them; `None` without one."""
-    sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
-    while isinstance(sampler, BatchSampler):
-        sampler = sampler.sampler
-    return sampler
 
 
 def draws_globally(loader: Any) -> bool:

@@ -42,6 +42,7 @@ from torch_join._schedule.stateful import (
     check_order,
     epochs_of,
     forget_states,
+    has_place,
     is_finished,
     keeps_place,
     loaders_in,
@@ -93,6 +94,7 @@ class Position:
         self._seeds: dict[str, Any] | None = None
         self._all_left: int | None = None  # of an epoch that is dealt out anew, for this rank: its batches
         self._stateful = keeps_place(loader) and not self._deals
+        self._keeps_none = has_place(loader) and not self._stateful  # it has a state that does not restore its order
         self.keeps, self._every = bool(ahead) and self._stateful, ahead
         # The last ones, how many batches had been read before, and what its own generators were then.
         self._states: deque[tuple[int, Any, Any]] = deque()
@@ -197,13 +199,15 @@ class Position:
             with global_kept():
                 set_global(self._seeds)
                 return skip(loader, taken, reuses=False)
+        if self._keeps_none:
+            state = None
         if (state is not None) != self._stateful:
             raise JoinValueError(
                 f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
                 f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with a"
                 " loader of the kind that there was when the state was written."
             )
-        if state is not None and (place["ended"] or is_finished(state)):
+        if place["ended"] or (state is not None and is_finished(state)):  # a sampler that is read to its end may draw
             self._end(place, [])
             self._at_end = place
             return iter(())
@@ -387,7 +391,7 @@ class Order:
         if ended:
             return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
         try:
-            check_order(self._loader, keeps_place(self._loader), parts_of(self._loader))
+            check_order(self._loader, has_place(self._loader), parts_of(self._loader))
             return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
         except UnsupportedError as error:  # a framework writes more than places, and goes on elsewhere as well
             return {"ended": False, "refused": str(error)}

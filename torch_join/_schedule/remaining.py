@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._base.errors import JoinValueError
 from torch_join._schedule.drawing import reuses_workers, walk
-from torch_join._schedule.stateful import SideBySide, keeps_place, loaders_in, seed_of, shuffle_of
+from torch_join._schedule.stateful import SideBySide, has_place, loaders_in, seed_of, shuffle_of
 
 
 def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
@@ -33,11 +33,11 @@ def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str
         with suppress(TypeError, NotImplementedError):  # a dataset may say that it has none
             if not is_stream and hasattr(loader.dataset, "__len__"):
                 found["samples"] = len(loader.dataset)
-        if is_stream or keeps_place(loader):
+        if is_stream or has_place(loader):
             found["workers"] = loader.num_workers
     if (shuffle := shuffle_of(loader)) is not None:
         found["the seed of its shuffle"] = shuffle
-    for name, part in [] if keeps_place(loader) else walk(loader)[1]:
+    for name, part in [] if has_place(loader) else walk(loader)[1]:
         if (seed := None if ended else seed_of(part)) is not None:
             found[f"the seed of {name}"] = seed
     return found
@@ -80,8 +80,7 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
         taken: How many are left out.
         reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
     """
-    own: Any = type(loader)
-    if not isinstance(loader, DataLoader) or own.__iter__ is not DataLoader.__iter__ or _is_stream(loader):
+    if not _reads_by_index(loader):
         with _without_seeds(loaders_in(loader) if reuses else []):
             iterator: Iterator[Any] = iter(loader)
         return read_past(iterator, taken) if taken else _begun(iterator)
@@ -109,9 +108,8 @@ def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
         loader: The loader.
         begun: What `drawing` has returned; so that is there.
     """
-    own = [each for each in loaders_in(loader) if getattr(each, "generator", None) is not None]
-    begun["reuses"] |= any(reuses_workers(each, now=False) for each in own)
-    with _without_seeds(own):
+    begun["reuses"] |= reuses_workers(loader, now=False)
+    with _without_seeds(loaders_in(loader)):
         return iter(loader)
 
 
@@ -119,6 +117,14 @@ def read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     for _ in islice(iterator, count):
         pass
     return iterator
+
+
+def _reads_by_index(loader: Any) -> bool:
+    """Whether what a loader reads follows from its sampler alone: it is torch's, or torchdata's."""
+    if not isinstance(loader, DataLoader) or _is_stream(loader):
+        return False
+    iterates: Any = type(loader).__iter__
+    return iterates is DataLoader.__iter__ or iterates.__module__.startswith("torchdata.")
 
 
 def _is_stream(loader: DataLoader[Any]) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from torch_join._base.errors import UnsupportedError
 
@@ -39,7 +39,30 @@ def is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that a loader's indices come from, whatever makes batches of them; `None` without one."""
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
+    while isinstance(sampler, BatchSampler) and not is_stateful(sampler):
+        sampler = sampler.sampler
+    return sampler
+
+
 def keeps_place(loader: Any) -> bool:
+    """Whether a loader that is given its state back continues where it was.
+
+    torchdata's does not where its sampler has no state: it asks that for its order more than once, and gets another
+    one each time. Where it reads by indices they are skipped, as in an ordinary `DataLoader`.
+    """
+    if not has_place(loader):
+        return False
+    if not hasattr(loader, "next_iter_state") or isinstance(loader.dataset, IterableDataset):
+        return True
+    sampler = sampler_of(loader)
+    return is_stateful(loader.dataset) or is_stateful(sampler) or type(sampler).__module__.startswith("torchdata.")
+
+
+def has_place(loader: Any) -> bool:
     """Whether a loader's own state says where it is: one of Hugging Face's `datasets` loses what a shuffle holds."""
     return is_stateful(loader) and not any(
         type(part).__name__ == "BufferShuffledExamplesIterable" for part in _stream_parts(loader)

@@ -60,7 +60,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "one, by a sampler of batches, and torch's generator": lambda: in_batches(None),
     "one, with a generator of its own": lambda: both(StatefulDataLoader)[0],
     "one, by torch's generator": lambda: both(StatefulDataLoader, seeded=False)[0],
+    "one without a state": lambda: both(DataLoader)[0],
+    "one without a state, by torch's generator": lambda: both(DataLoader, seeded=False)[0],
     "one, whose workers stay": lambda: both(DataLoader, **STAY)[0],
+    "one, whose workers stay, by torch's generator": lambda: both(DataLoader, seeded=False, **STAY)[0],
     "two": lambda: both(DataLoader),
     "two, by torch's generator": lambda: both(DataLoader, seeded=False),
     "two, whose workers stay": lambda: both(DataLoader, **STAY),
@@ -98,7 +101,7 @@ def epoch_of(fetcher: ReadAheadFetcher) -> list[str]:
 LOST = ("two, by torch's generator", "two with states, by torch's samplers")  # once one has started again
 
 
-@pytest.mark.parametrize(("epoch", "step"), [(0, 1), (1, 2), (1, 5)])
+@pytest.mark.parametrize(("epoch", "step"), [(0, 1), (1, 2), (1, 6)])
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_what_is_left_is_what_would_have_come(kind: str, mode: str, epoch: int, step: int) -> None:
     torch.manual_seed(1)
