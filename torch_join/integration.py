@@ -41,11 +41,11 @@ from torch_join._participants.options import JoinOptions, Options, renamed, warn
 from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
-from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, set_own, told_epochs
+from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, keeps_place, set_own, told_epochs
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, Order, Position, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._schedule.stateful import SideBySide, forget_states, keeps_place, resumed_at, sampler_of
+from torch_join._schedule.stateful import SideBySide, forget_states, resumed_at, sampler_of
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
 from torch_join._tail.loop import LoopDriver

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from torch_join._schedule.stateful import SideBySide, is_stateful, sampler_of
+from torch_join._schedule.stateful import SideBySide, has_place, is_stateful, sampler_of
 
 _DEPTH = 3  # of objects in objects
 _MOST = 64  # objects in a container
 _SAMPLERS = frozenset(("batch_sampler", "sampler", "_sampler"))  # what attributes of that are called
+_OF_SAMPLERS = ("loader.batch_sampler.", "loader.sampler.")
 _SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
@@ -76,6 +77,21 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
         for name in own.keys() & begun["own"].keys()
         if draws_order(name) and _are_same(own[name], begun["own"][name])
     }
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether a loader that is given its state back continues where it was.
+
+    torchdata's does not where a sampler without a state draws the order: it asks that for the order more than once, and
+    gets another one each time. Where it reads by indices these are skipped, as in an ordinary `DataLoader`.
+    """
+    if not has_place(loader) or not hasattr(loader, "next_iter_state") or isinstance(loader.dataset, IterableDataset):
+        return has_place(loader)
+    sampler = sampler_of(loader)
+    if is_stateful(loader.dataset) or is_stateful(sampler) or type(sampler).__module__.startswith("torchdata."):
+        return True
+    drawn = [name for name, thing in parts_of(loader) if _state_of(thing) is not None]
+    return not (draws_globally(loader) or any(name.startswith(_OF_SAMPLERS) for name in drawn))
 
 
 def draws_globally(loader: Any) -> bool:

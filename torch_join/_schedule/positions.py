@@ -27,6 +27,7 @@ from torch_join._schedule.drawing import (
     draws_order,
     global_kept,
     has_epoch,
+    keeps_place,
     own_drawing,
     parts_of,
     saved_drawing,
@@ -44,7 +45,6 @@ from torch_join._schedule.stateful import (
     forget_states,
     has_place,
     is_finished,
-    keeps_place,
     loaders_in,
     resumed_at,
 )

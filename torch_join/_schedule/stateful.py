@@ -48,20 +48,6 @@ def sampler_of(loader: Any) -> Any:
     return sampler
 
 
-def keeps_place(loader: Any) -> bool:
-    """Whether a loader that is given its state back continues where it was.
-
-    torchdata's does not where its sampler has no state: it asks that for its order more than once, and gets another
-    one each time. Where it reads by indices they are skipped, as in an ordinary `DataLoader`.
-    """
-    if not has_place(loader):
-        return False
-    if not hasattr(loader, "next_iter_state") or isinstance(loader.dataset, IterableDataset):
-        return True
-    sampler = sampler_of(loader)
-    return is_stateful(loader.dataset) or is_stateful(sampler) or type(sampler).__module__.startswith("torchdata.")
-
-
 def has_place(loader: Any) -> bool:
     """Whether a loader's own state says where it is: one of Hugging Face's `datasets` loses what a shuffle holds."""
     return is_stateful(loader) and not any(
@@ -185,7 +171,7 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
         for number, each in enumerate(loader.loaders):
             prefix = f"loader.{number}"
             its = [(f"loader{name.removeprefix(prefix)}", thing) for name, thing in parts if name.startswith(prefix)]
-            check_order(each, keeps_place(each) or stateful, its)
+            check_order(each, has_place(each) or stateful, its)
         return
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:

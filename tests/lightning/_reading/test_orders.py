@@ -10,6 +10,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as torchdata
 
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from torch_join import UnpaddedDistributedSampler
@@ -45,6 +46,11 @@ def in_batches(seed: int | None = 3) -> DataLoader[Any]:
     return StatefulDataLoader(LONG, batch_sampler=BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
 
 
+def dealt(sampler: Any) -> DataLoader[Any]:
+    """Return what Lightning makes of one that shuffles: its sampler asks the other for an order whenever it is asked."""
+    return StatefulDataLoader(LONG, 2, sampler=DistributedSamplerWrapper(sampler, num_replicas=1, rank=0))  # type: ignore[arg-type]
+
+
 def weighted() -> list[DataLoader[Any]]:
     sampler = WeightedRandomSampler([1.0] * 12, 12, generator=drawing(3))
     dealt = DistributedSamplerWrapper(sampler, num_replicas=1, rank=0)
@@ -60,6 +66,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "one, by a sampler of batches, and torch's generator": lambda: in_batches(None),
     "one, with a generator of its own": lambda: both(StatefulDataLoader)[0],
     "one, by torch's generator": lambda: both(StatefulDataLoader, seeded=False)[0],
+    "one, by Lightning's sampler around torchdata's": lambda: dealt(
+        torchdata.RandomSampler(LONG, generator=drawing(3))
+    ),
+    "one, by Lightning's sampler around torch's": lambda: dealt(RandomSampler(LONG, generator=drawing(3))),  # type: ignore[arg-type]
     "one without a state": lambda: both(DataLoader)[0],
     "one without a state, by torch's generator": lambda: both(DataLoader, seeded=False)[0],
     "one, whose workers stay": lambda: both(DataLoader, **STAY)[0],
