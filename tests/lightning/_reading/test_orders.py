@@ -47,7 +47,7 @@ def in_batches(seed: int | None = 3) -> DataLoader[Any]:
 
 
 def dealt(sampler: Any) -> DataLoader[Any]:
-    """Return what Lightning makes of one that shuffles: its sampler asks the other for an order whenever it is asked."""
+    """Return what Lightning makes of a loader that shuffles: its own sampler draws an order from the other's."""
     return StatefulDataLoader(LONG, 2, sampler=DistributedSamplerWrapper(sampler, num_replicas=1, rank=0))  # type: ignore[arg-type]
 
 

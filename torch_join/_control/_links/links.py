@@ -77,7 +77,7 @@ class Links:
         _alive.add(self)
 
     def begin(self) -> None:
-        """Begin to read in the thread: whatever is called with messages is ready for them."""
+        """Start the thread, once `handle` and `lost` are ready to be called."""
         if not self._closing:
             self._thread.start()
 

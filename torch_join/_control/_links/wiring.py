@@ -60,6 +60,7 @@ def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
     }
     secret = _share_secret(group, set_up.look)
     layout = Layout([host for host, *_ in everyone], rank)
+    set_up.peers.hosts = layout.elsewhere
     problem, listener = "", None
     where: Where = [], 0
     try:
@@ -148,10 +149,10 @@ def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
         return _listen_at(addresses[0])
     # As gloo does: at the first address of the host's name that is one of this host.
     with suppress(OSError):
-        for *_, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if where_gloo_does and not str(address).startswith(_LOCAL):
-                with suppress(OSError):
-                    return _listen_at(str(address))
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM) if where_gloo_does else []
+        for address in [str(place[0]) for *_, place in found if not str(place[0]).startswith(_LOCAL)]:
+            with suppress(OSError):
+                return _listen_at(address)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=128)
