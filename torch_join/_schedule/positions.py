@@ -94,7 +94,8 @@ class Position:
         self._seeds: dict[str, Any] | None = None
         self._all_left: int | None = None  # of an epoch that is dealt out anew, for this rank: its batches
         self._stateful = keeps_place(loader) and not self._deals
-        self._keeps_none = has_place(loader) and not self._stateful  # it has a state that does not restore its order
+        # It has a state that does not restore its order.
+        self._keeps_none = not self._stateful and any(map(has_place, self._parts))
         self.keeps, self._every = bool(ahead) and self._stateful, ahead
         # The last ones, how many batches had been read before, and what its own generators were then.
         self._states: deque[tuple[int, Any, Any]] = deque()
@@ -207,7 +208,8 @@ class Position:
                 f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with a"
                 " loader of the kind that there was when the state was written."
             )
-        if place["ended"] or (state is not None and is_finished(state)):  # a sampler that is read to its end may draw
+        is_over = place["ended"] if self._keeps_none else state is not None and (place["ended"] or is_finished(state))
+        if is_over:
             self._end(place, [])
             self._at_end = place
             return iter(())

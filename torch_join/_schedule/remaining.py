@@ -141,8 +141,9 @@ class _Rest:
     def start(self) -> None:
         """Draw the order."""
         if self._first is None:
-            self._indices = islice(self._sampler, self._skipped, None)
-            self._first = [*islice(self._indices, 1)]
+            # No further than it was read: at its end one of torch's samplers draws once more.
+            self._indices = read_past(iter(self._sampler), self._skipped)
+            self._first = [] if self._skipped else [*islice(self._indices, 1)]
 
     def __iter__(self) -> Iterator[Any]:
         self.start()

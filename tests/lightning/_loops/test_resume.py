@@ -108,7 +108,8 @@ class Reader(Module):
         if self.case.iterable:
             return kind(Stream(data), batch_size=None)
         # A generator of the sampler's own: from one given to the loader, torchdata draws once less when it resumes.
-        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(data.rank)) if len(data) else None
+        generator = torch.Generator().manual_seed(data.rank) if self.reads.seeded else None
+        sampler = RandomSampler(data, generator=generator) if len(data) else None
         return kind(data, batch_size=None, sampler=sampler)
 
     def val_dataloader(self) -> Any:
@@ -269,9 +270,9 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[
 def test_a_place_that_nobody_can_have_again_warns(workers: Workers, tmp_path: Path) -> None:
     run = Reading(Fit((6, 4), epochs=2), stateful=False, mode="max_size_cycle", seeded=False)
     workers.run(2, fit_whole, run, str(tmp_path))
-    results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-1.ckpt")
-    assert "where train dataloaders were in it is not known (DataLoader: A place in a CombinedLoader" in results[0][2]
-    assert "Give it a generator" in results[0][2]
+    results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-3.ckpt")
+    assert "where train dataloaders were in it is not known (DataLoader: A CombinedLoader" in results[0][2]
+    assert "give it one, `DataLoader(..., generator=torch.Generator())`" in results[0][2]
     assert [steps for _, steps, _ in results] == [12, 12]
 
 
