@@ -221,9 +221,9 @@ def keys_of(channel: Channel) -> int:
     return sum(map(len, (stream.values, stream.numbers, stream.arrivals, stream.barriers, stream.answers)))
 
 
-def shared_tensor(group: Any, tensor: Tensor, look: Callable[[], None]) -> Tensor:
-    """A tensor, as the group's first rank has it."""
-    return _compat_groups.broadcast_directly(group, tensor, look)
+def gathered(group: Any, tensor: Tensor, look: Callable[[], None]) -> list[Tensor]:
+    """Each rank's tensor."""
+    return _compat_groups.gather_directly(group, tensor, look)
 
 
 def delay_next_wait(channel: Any, seconds: float) -> None:
@@ -323,7 +323,6 @@ def at_set_up(step: str, act: Callable[[], None]) -> Iterator[None]:
     """Within this, call `act` when this rank comes to a step of making its connections."""
     places = {
         "first": (_rendezvous, "wire"),
-        "secret": (_wiring, "_share_secret"),
         "listen": (_wiring, "_listen"),
         "connect": (_wiring, "connect"),
         "accept": (_wiring, "accept"),

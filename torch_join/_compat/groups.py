@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from torch_join._base.errors import JoinError
 from torch_join._base.names import TORCH, check_names
 
 _PROBE_TAG = 0x7001
-# What a broadcast that was given up still has. Were Python's part of such a tensor left to gloo, its thread would wait
+# What a gather that was given up still has. Were Python's part of such a tensor left to gloo, its thread would wait
 # for Python's lock, which older torch (2.6) holds while it destroys the group and waits for that thread.
-_unfinished: list[Tensor] = []
+_unfinished: list[list[Tensor]] = []
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
@@ -59,30 +61,42 @@ def can_send(group: dist.ProcessGroup, kind: str) -> bool:
     return True
 
 
-def broadcast_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None]) -> Tensor:
-    """Broadcast `tensor` in place from the group's first rank, past the dispatcher, where a tap may listen.
+def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Wait over gloo until all ranks are here; where rank 0 waits in vain, the error says for which."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend.monitored_barrier(timeout)
 
-    Calls `look`, which may raise, again and again meanwhile: gloo tells a rank only of the end of those that it sends
-    to or receives from. It goes on to wait then, as the end of the group does for it, and so waits no longer than half
-    a minute; to the broadcast all ranks come together.
+
+def gather_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None]) -> list[Tensor]:
+    """Return each rank's tensor, all of one shape, past the dispatcher.
+
+    Calls `look`, which may raise, again and again meanwhile. Gloo goes on to wait then, as the end of the group does
+    for it, and so waits no longer than half a minute: its ranks come together, after `meet`.
     """
     backend: Any = group._get_backend(tensor.device)
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    is_gloo = isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
-    if is_gloo:
+    options = distributed_c10d.AllgatherOptions()
+    kinds = [getattr(dist, name, ()) for name in ("ProcessGroupGloo", "ProcessGroupNCCL")]
+    if isinstance(backend, kinds[0]):
         options.timeout = timedelta(seconds=30)
-    work, pause = backend.broadcast([tensor], options), 1e-4
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    work, pause = backend.allgather([found], [tensor], options), 1e-4
     try:
-        while is_gloo and not work.is_completed():  # other backends' works may not say it
-            look()
+        while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not say it
+            try:
+                look()
+            except JoinError:
+                with suppress(RuntimeError):
+                    if work.is_completed():  # before the failure that `look` has seen
+                        work.wait()
+                        return found
+                raise
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         work.wait()
     except BaseException:
-        _unfinished.append(tensor)
+        _unfinished.append([tensor, *found])
         raise
-    return tensor
+    return found
 
 
 def abort(group: dist.ProcessGroup, kind: str) -> None:

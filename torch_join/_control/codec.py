@@ -1,9 +1,8 @@
-"""What goes over the store: JSON, with a table of the kinds of values that there may be.
+"""What a message is made of: JSON, with a table of the kinds of values that there may be.
 
-A job's `TCPStore` has no password: whoever reaches its port can write to it. So nothing that comes from
-there is unpickled, which would run code of whoever wrote it. A list is a JSON array and a simple value is itself;
-any other value is an object with one entry, its kind and what it is made of. What is of no kind in the table cannot be
-sent over the store: it goes over the process group (`_objects`).
+Nothing that comes from another process is unpickled, which would run code of whoever wrote it. A list is a JSON array
+and a simple value is itself; any other value is an object with one entry, its kind and what it is made of. What is of
+no kind in the table cannot be in a message: it goes over the process group (`_objects`).
 
 What is read is checked: its size, its kinds, and where a type is given also that it is of that type. (The depth is
 limited by the parser.)
@@ -24,7 +23,7 @@ from torch_join._base.errors import JoinError, JoinTypeError
 
 C = TypeVar("C", bound=type)
 
-MAX_BYTES = (1 << 23) - 1024  # torch's server hangs up on whoever sends 8 MiB or more
+MAX_BYTES = (1 << 23) - 1024
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
 
@@ -36,8 +35,8 @@ def foreign(what: str, why: object) -> JoinError:
     """Return the error of a rank that has read what no rank can have written."""
     return JoinError(
         f"What this rank has read as {what} is not a message of its ranks: {why}. Either they run different versions of"
-        " torch_join, or something else writes to the job's key-value store, which has no password: let nobody but the"
-        " job's own machines reach its port."
+        " torch_join, or some were in another collective of the process group where all are connected, as the first"
+        " `with` (or fit) begins."
     )
 
 
@@ -45,7 +44,7 @@ def foreign(what: str, why: object) -> JoinError:
 
 
 def closed(tag: str) -> Callable[[C], C]:
-    """Have objects of a dataclass or a `NamedTuple` go over the store, made of what its annotations say.
+    """Have objects of a dataclass or a `NamedTuple` be in messages, made of what its annotations say.
 
     Args:
         tag: What they are called there.
@@ -57,7 +56,7 @@ def closed(tag: str) -> Callable[[C], C]:
         package = kind.__module__.partition(".")[0]
         known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
-            raise JoinError(f"Two kinds of values are called {known_as!r} in the store.")
+            raise JoinError(f"Two kinds of values are called {known_as!r} in messages.")
         _CLASSES[kind] = known_as, list(checks)
 
         def revive(content: Any) -> Any:
@@ -187,7 +186,7 @@ def encode(value: Any) -> Encoded:
     """Return what `decode` turns back into an equal value; what is encoded stays as it is.
 
     Raises:
-        JoinTypeError: Something in it is of no kind that goes over the store, or it is too large.
+        JoinTypeError: Something in it is of no kind that a message may have, or it is too large.
     """
     try:
         data = value if type(value) is Encoded else Encoded(_encoder.encode(_plain(value)).encode("ascii"))
@@ -285,7 +284,7 @@ def _checker(of: Any) -> Callable[[Any], bool]:
     if origin is dict:
         of_key, of_item = map(_checker, args)
         return lambda value: type(value) is dict and all(map(of_key, value)) and all(map(of_item, value.values()))
-    raise JoinTypeError(f"{of} is no type of what goes over the store.")
+    raise JoinTypeError(f"{of} is no type of what a message may have.")
 
 
 _short = reprlib.Repr()

@@ -1,226 +1,137 @@
-"""What ranks tell each other over the job's store, until they are connected.
+"""What ranks tell each other over their process group, until they are connected.
 
-A store has no end to a request where its server is stopped, and long ones where that is gone. So each is made in a
-thread, beside which a rank looks whether others are there; it waits in steps, in which it looks for a failure that
-another one has told of. The first rank collects what all have said, so that nobody else asks for many keys.
+Its collectives go past the dispatcher, where a tap may listen. Gloo waits in them until its own timeout, and tells a
+rank only of the end of those that it sends to or receives from: so each rank looks meanwhile whether others are there.
 """
 
-import threading
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from torch_join._base.errors import JoinTimeoutError, PeerFailedError, raise_any
-from torch_join._compat import ddp as _compat
-from torch_join._compat.groups import is_gone
+from torch_join._base.devices import current_device
+from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError
+from torch_join._base.specs import copied_bytes
+from torch_join._compat import groups as _compat
 from torch_join._control import codec as _codec
-from torch_join._control.peers import GONE, MOST_TEXT, Peers
+from torch_join._control.peers import GONE, Peers
 from torch_join._control.run_polling import run_polling
 
 T = TypeVar("T")
 
-_MOST_PAUSE = 0.05  # seconds between two looks; at more than 250 ranks longer, for the server's sake
-_ASKS_AFTER, _ASKS_EVERY = 0.1, 2.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
-_TELLS_WITHIN = 1.0  # seconds, in which a rank that has ended may have told why, or others of it
+_ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
+_STAYS = 2.0  # seconds until a rank leaves that has noticed: ranks of other hosts would take it for the one that failed
 _BREAKS_WITHIN = 4.0  # seconds, in which it shows who has broken a collective
-_ANSWERS_WITHIN = 5.0  # seconds, for which the store may take longer than all ranks do to come
-_HEARS_WITHIN = 2.0  # seconds, for which the store's host waits until all have heard of a failure
-STORE_GONE = (
-    "The rank that hosts the job's key-value store (as a rule rank 0) is gone: it was killed or has exited early. Its"
-    " own log says why."
-)
-STORE_SILENT = (
-    "The rank that hosts the job's key-value store (as a rule rank 0) does not answer: its process is stopped, or its"
-    " host, or the network to it, is gone."
-)
 
 
 class SetUp:
     """What one rank says, and hears.
 
     Args:
-        store: The job's.
-        rank: This rank.
-        global_ranks: By rank, its number in the whole job.
+        group: The process group.
         timeout: How long it waits for others.
-        group: The process group, whose connections tell of a process that has ended.
-        hosts: Whether the store ends with this process.
 
     Attributes:
         peers: The others; their processes, once they are known.
-        most_pause: Seconds between two looks at the store, at most.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        global_ranks: Sequence[int],
-        timeout: timedelta,
-        group: dist.ProcessGroup | None = None,
-        hosts: bool = False,
-    ) -> None:
-        self._store: Any = store
-        self._group, self._hosts = group, hosts
-        self.rank, self.world_size = rank, len(global_ranks)
-        self.peers = Peers(rank, global_ranks, {})
-        self._timeout = timeout.total_seconds()
-        self.most_pause = max(_MOST_PAUSE, self.world_size / 5000)
-        self._exchanges = 0
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
+        self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
+        self._begun = self._asks_at = 0.0
         self._begin_to_wait()
-        # Each rank counts its own, so that all mean the same one.
-        self._place = f"torch_join/{self._request(lambda: self._store.add(f'torch_join/opened/{self.rank}', 1))}"
+
+    def meet(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            JoinTimeoutError: Some have not come in time; rank 0, and whoever waits for it, says who.
+        """
+        if _compat.is_of_gloo(self._group):
+            with self._finding_the_cause():
+                run_polling(lambda: _compat.meet(self._group, self._timeout), self.look)
+        else:
+            self.exchange(None, of=None)
 
     def exchange(self, value: T, of: Any) -> list[T]:
-        """Meet all ranks, and return what each of them says, by rank."""
-        place = f"{self._place}/{self._exchanges}"
-        self._exchanges += 1
+        """Return what each rank says, by rank; all of them call this."""
         self._begin_to_wait()
-        data = _codec.encode(value)
-        said = self._request(lambda: self._exchange([f"{place}/{rank}" for rank in range(self.world_size)], data))
-        try:
-            return list(_codec.decode(said, list[of]))
-        except _codec.Malformed as problem:
-            raise _codec.foreign("what ranks say at the begin", problem) from None
+        data = torch.frombuffer(bytearray(_codec.encode(value)), dtype=torch.uint8)
+        with self._finding_the_cause():
+            sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
+            try:
+                if not 0 < min(sizes) <= max(sizes) <= _codec.MAX_BYTES:
+                    raise _codec.Malformed(f"messages of {sizes} bytes")
+                padded = torch.zeros(max(sizes), dtype=torch.uint8)
+                padded[: len(data)] = data
+                said = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
+                return [_codec.decode(each, of) for each in said]
+            except _codec.Malformed as problem:
+                raise _codec.foreign("what ranks say at the begin", problem) from None
 
-    def _exchange(self, keys: Sequence[str], data: bytes) -> bytes:
-        store, every = self._store, f"{keys[0]}/all"
-        store.set(keys[self.rank], data)
-        if self.rank != 0:
-            self._await([every])
-            store.delete_key(keys[self.rank])
-            return bytes(store.get(every))
-        self._await(keys)
-        if (before := self._exchanges - 2) >= 0:  # all have read what they said there
-            for key in (f"{self._place}/{before}/0", f"{self._place}/{before}/0/all"):
-                store.delete_key(key)
-        said = _codec.in_list(map(_codec.Encoded, store.multi_get(keys)))
-        store.set(every, said)
-        return said
-
-    def _await(self, keys: Sequence[str]) -> None:
-        pause, deadline = 0.0005, time.monotonic() + self._timeout
-        for key in keys:
-            while not self._store.check([key]):
-                raise_any(self._told())
-                if time.monotonic() > deadline:
-                    raise self._timed_out()
-                time.sleep(pause)
-                pause = min(2 * pause, self.most_pause)
-
-    def _timed_out(self) -> JoinTimeoutError:
-        place = f"{self._place}/{self._exchanges - 1}"
-        missing = [rank for rank in range(self.world_size) if not self._store.check([f"{place}/{rank}"])]
-        me = self.peers.global_ranks[self.rank]
-        return JoinTimeoutError(
-            f"Rank {me} waited {self._timeout:.0f} s for {self.peers.name(missing or [0])} to begin its `with` (or fit)"
-            " too, where the ranks are connected: at work elsewhere, killed, or stopped. Begin it on all ranks, in the"
-            " same order; if they come at such different times, raise `timeout`."
-        )
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [each.cpu() for each in _compat.gather_directly(self._group, tensor.to(self._device), self.look)]
 
     # ------------------------------------------------------------ failures
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other ranks what ends this one inside, and say who has broken a collective."""
-        try:
-            yield
-        except PeerFailedError:  # which has been told, or read
-            raise
-        except BaseException as error:
-            if _compat.is_communication_error(error):
-                self._find_cause(error)
-            self._tell(f"{type(error).__name__}: {error}", self.rank)
-            raise
-
     def look(self) -> None:
-        """Raise if a rank has failed: to be called again and again in a wait for others."""
-        self._look_at_peers()
-        self._request(lambda: raise_any(self._told()))
+        """Raise if a rank is gone, or has not come in time: to be called again and again in a wait for others.
 
-    def _request(self, act: Callable[[], T]) -> T:
-        deadline = time.monotonic() + self._timeout + _ANSWERS_WITHIN
-
-        def look() -> None:
-            self._look_at_peers()
-            if time.monotonic() > deadline:
-                me = self.peers.global_ranks[self.rank]
-                raise JoinTimeoutError(f"Rank {me} waited {self._timeout:.0f} s to be connected. {STORE_SILENT}")
-
-        try:
-            return run_polling(act, look)
-        except dist.DistNetworkError as error:
-            self._find_cause(error)
-            raise PeerFailedError(STORE_GONE) from error
-
-    def _find_cause(self, error: BaseException) -> None:
-        """Raise if it shows who is the cause of an error."""
-        is_of_store = isinstance(error, dist.DistNetworkError)
-        deadline = time.monotonic() + (_TELLS_WITHIN if is_of_store else _BREAKS_WITHIN)
-        while time.monotonic() < deadline:
-            if is_of_store:
-                self._look_at_peers()
-            else:
-                self.look()
-            time.sleep(0.02)
+        One that is gone is a process of this host, or gloo knows; of this host it may also be stopped for a second.
+        """
+        now = time.monotonic()
+        if (found := self.peers.find_failed({})) is None and now > self._asks_at:
+            self._asks_at = now + min(now - self._begun, _ASKS_EVERY)
+            others = {*range(self.world_size)} - {self.rank, *self.peers.processes}
+            gone = [rank for rank in sorted(others) if _compat.is_gone(self._group, rank)]
+            found = self.peers.first_of(dict.fromkeys(gone, GONE)) if gone else None
+        if found is not None:
+            if len(self.peers.processes) + 1 < self.world_size:
+                time.sleep(_STAYS)
+            raise self.peers.error(*found)
+        if now - self._begun > self._timeout.total_seconds() + _BREAKS_WITHIN:
+            raise self._late([])
 
     def _begin_to_wait(self) -> None:
         self.peers.begin_to_watch()
         self._begun = time.monotonic()
         self._asks_at = self._begun + _ASKS_AFTER
 
-    def _look_at_peers(self) -> None:
-        """Raise if a process of this host is gone, or stopped for a second; or gone as gloo knows."""
-        if (found := self.peers.find_failed({})) is None and (now := time.monotonic()) > self._asks_at:
-            self._asks_at = now + min(now - self._begun, _ASKS_EVERY)
-            others = {*range(self.world_size)} - {self.rank, *self.peers.processes}
-            gone = [rank for rank in sorted(others) if self._group is not None and is_gone(self._group, rank)]
-            found = self.peers.first_of(dict.fromkeys(gone, GONE)) if gone else None
-        if found is None:
-            return
-        rank, why = found
-        # One that has raised has told so before its end; and whoever notices first tells.
-        raise self._tell(why, rank) or self.peers.error(rank, why)
-
-    def _told(self) -> PeerFailedError | None:
-        """Return the failure that a rank has told of."""
-        if not self._store.check([f"{self._place}/failure"]):
-            return None
+    @contextmanager
+    def _finding_the_cause(self) -> Iterator[None]:
+        """Say who has broken a collective inside, or has not come to it."""
         try:
-            rank, reason = _codec.decode(self._store.get(f"{self._place}/failure"), tuple[int, str])
-        except _codec.Malformed as problem:
-            return PeerFailedError(str(_codec.foreign("a failure", problem)))
-        self._store.set(f"{self._place}/heard/{self.rank}", "")
-        if rank == self.rank:
-            me = self.peers.global_ranks[rank]
-            return PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
-        return self.peers.error(rank, reason)
+            yield
+        except JoinError:
+            raise
+        except RuntimeError as error:
+            is_late = time.monotonic() - self._begun > self._timeout.total_seconds()
+            deadline = time.monotonic() + _BREAKS_WITHIN
+            while time.monotonic() < deadline and not is_late:
+                self.look()
+                time.sleep(0.02)
+            if is_late:
+                said = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
+                raise self._late([int(rank) for rank in said[1].split(",")] if said else []) from error
+            me = self.peers.global_ranks[self.rank]
+            text = f"Rank {me} cannot be connected: its process group does not work. {type(error).__name__}: {error}"
+            raise PeerFailedError(text) from error
 
-    def _tell(self, reason: str, rank: int) -> PeerFailedError | None:
-        """Tell of a failure, unless one is known; return what is.
-
-        Whoever fails itself, or is the store's host, waits until the others have heard: its process may end.
-        """
-        told: list[PeerFailedError | None] = []
-        stays = self._hosts or rank == self.rank
-
-        def tell() -> None:
-            with suppress(Exception):
-                value = _codec.encode((rank, reason[:MOST_TEXT])).decode()
-                self._store.compare_set(f"{self._place}/failure", "", value)
-                told.append(self._told())
-                deadline = time.monotonic() + _HEARS_WITHIN
-                others = {*range(self.world_size)} - {self.rank, rank, *self.peers.gone()}
-                heard = [f"{self._place}/heard/{other}" for other in others]
-                while stays and time.monotonic() < deadline and not self._store.check(heard):
-                    time.sleep(0.02)
-
-        thread = threading.Thread(target=tell, name="torch_join telling", daemon=True)
-        with suppress(RuntimeError):  # the interpreter ends
-            thread.start()
-            thread.join(_TELLS_WITHIN + (_HEARS_WITHIN if stays else 0.0))  # it hangs where the server is stopped
-        return next(filter(None, told), None)
+    def _late(self, ranks: list[int]) -> JoinTimeoutError:
+        me, others = self.peers.global_ranks[self.rank], [rank for rank in range(self.world_size) if rank != self.rank]
+        who = self.peers.name(ranks or others)
+        if not ranks and len(others) > 1:
+            who = f"one or more of {who}"
+            who += f" (the error of {self.peers.name([0])} says which, if it has come)" if self.rank else ""
+        return JoinTimeoutError(
+            f"Rank {me} waited {self._timeout.total_seconds():.0f} s for {who} to begin its `with` (or fit) too, where"
+            " the ranks are connected: at work elsewhere, killed, or stopped, or its host, or the network to it, is"
+            " gone. Begin it on all ranks, in the same order; if they come at such different times, raise `timeout`."
+        )

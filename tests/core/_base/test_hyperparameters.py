@@ -68,7 +68,7 @@ def test_of_several_optimizers_of_a_kind_each_is_compared_and_named(which: int) 
 
 
 def noted(value: Any) -> tuple[Hyperparameters, Words]:
-    """Return what goes over the store of an optimizer with this hyperparameter."""
+    """Return what messages say of an optimizer with this hyperparameter."""
     optimizer = optimizer_of()
     optimizer.param_groups[0]["own"] = value
     steps = Steps([optimizer])

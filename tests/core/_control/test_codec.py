@@ -1,4 +1,4 @@
-"""What goes over the store: every kind comes back as it was, and nothing else is taken for a message."""
+"""What messages are made of: every kind comes back as it was, and nothing else is taken for a message."""
 
 import ast
 import contextlib

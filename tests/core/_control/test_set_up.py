@@ -2,15 +2,11 @@
 
 import errno
 import gc
-import os
-import pickle
-import re
 import threading
 import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.inside import shared_tensor
-from torch_join import JoinError, JoinTimeoutError, PeerFailedError
-from torch_join._control.codec import encode
-from torch_join._control.processes import Process, this_process
+from tests.support.inside import gathered, open_channel
+from tests.support.workers import Workers
+from torch_join import JoinError, PeerFailedError
+from torch_join._control.processes import this_process
 from torch_join._control.run_polling import run_polling
 from torch_join._control.set_up import SetUp
 
@@ -51,73 +47,6 @@ def test_a_look_ends_a_wait_that_nothing_else_does() -> None:
         over.set()
 
 
-class Dying:
-    """A store whose server is gone from a moment on: each request then ends after so many seconds, with an error."""
-
-    def __init__(self, seconds: float) -> None:
-        self.store = dist.HashStore()
-        self.seconds, self.over, self.is_gone, self.asked = seconds, threading.Event(), False, 0
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        if self.is_gone:
-            self.asked += 1
-            self.over.wait(self.seconds)
-            raise dist.DistNetworkError("Failed to recv, got 0 bytes")
-        return getattr(self.store, name)(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._ask, name)
-
-
-def set_up_over(store: Any, rank: int = 1, world_size: int = 3, seconds: float = 60.0) -> SetUp:
-    return SetUp(store, rank, range(world_size), timedelta(seconds=seconds))
-
-
-def end_of_set_up(store: Dying, processes: dict[int, Process]) -> tuple[PeerFailedError, float]:
-    """Return what rank 1 of three raises when its store's server goes as it waits, and how long it takes to leave."""
-    set_up = set_up_over(store)
-    set_up.peers.processes = processes
-    store.is_gone = True
-    start = time.monotonic()
-    try:
-        with pytest.raises(PeerFailedError) as found, set_up.telling():
-            set_up.exchange(None, None)
-        return found.value, time.monotonic() - start
-    finally:
-        store.over.set()
-
-
-ENDED = Process(os.getpid(), began=0)  # whose number has come to mean this one
-BOTH = "Rank 0: its process is gone.* The same goes for rank 2, and any of them may have been the first."
-
-
-def test_whoever_is_gone_with_a_store_is_named() -> None:
-    error, _ = end_of_set_up(Dying(0.01), {0: ENDED, 2: ENDED})
-    assert re.search(BOTH, str(error))
-
-
-def test_a_store_that_is_gone_is_said_to_be() -> None:
-    error, seconds = end_of_set_up(Dying(0.5), {})
-    assert str(error).startswith("The rank that hosts the job's key-value store")
-    assert seconds < 0.5 + 1.0 + 0.7
-
-
-def test_a_store_that_is_gone_with_the_first_rank_is_not_waited_for() -> None:
-    error, seconds = end_of_set_up(Dying(20), {0: ENDED})
-    assert str(error).startswith("Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone")
-    assert error.rank == 0
-    assert seconds < 2.0
-
-
-def test_why_a_rank_that_is_gone_failed_is_read_where_it_has_said_so() -> None:
-    store: Any = dist.HashStore()
-    set_up = set_up_over(store)
-    store.set("torch_join/1/failure", encode((2, "KeyError: 'a hole'")))
-    set_up.peers.processes = {2: ENDED}
-    with pytest.raises(PeerFailedError, match=r"^Rank 2 failed, so rank 1 cannot go on. Rank 2: KeyError: 'a hole'$"):
-        set_up.exchange(None, None)
-
-
 @pytest.mark.parametrize(
     ("error", "is_there"), [(OSError(errno.EMFILE, "Too many open files"), True), (FileNotFoundError(), False)]
 )
@@ -127,32 +56,58 @@ def test_only_what_proves_that_a_process_has_ended_counts(error: OSError, is_the
         assert (process.is_there, process.is_stopped, this_process().pid) == (is_there, False, 0)
 
 
-def test_who_does_not_come_in_time_is_named() -> None:
-    store: Any = dist.HashStore()
-    store.set("torch_join/1/0/0", encode(None))
-    with pytest.raises(JoinTimeoutError, match="Rank 1 waited 0 s for rank 2 to begin its `with`"):
-        set_up_over(store, seconds=0.2).exchange(None, None)
+def come_late(rank: int) -> str:
+    dist.barrier()
+    text = ""
+    if rank < 2:
+        try:
+            open_channel(timeout=timedelta(seconds=1 + rank))
+        except JoinError as error:
+            text = str(error)
+    else:
+        time.sleep(4)
+    dist.destroy_process_group()
+    return text
 
 
-class Evil:
-    """Leaves a file where it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
+def test_who_does_not_come_in_time_is_named(workers: Workers) -> None:
+    first, second, _ = workers.run(3, come_late)
+    assert first.startswith("Rank 0 waited 1 s for rank 2 to begin its `with`")
+    assert second.startswith(
+        "Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone"
+    )  # it has just said so
 
 
-@pytest.mark.parametrize("what", ["pickle", "garbage", "wrong"])
-@pytest.mark.parametrize("key", ["0/0/all", "failure"])
-def test_what_a_stranger_writes_is_no_message(tmp_path: Path, key: str, what: str) -> None:
-    store: Any = dist.HashStore()
-    evil = pickle.dumps([Evil(str(tmp_path / "run"))] * 3)
-    store.set(f"torch_join/1/{key}", {"pickle": evil, "garbage": b"\x00", "wrong": encode({"a": [None, -1]})}[what])
-    with pytest.raises(JoinError, match=r"is not a message of its ranks.*let nobody but the job's own machines"):
-        set_up_over(store).exchange(1, int)
-    assert not (tmp_path / "run").exists()
+def say(rank: int, what: str) -> str:
+    if rank == 0:
+        sizes = {"large": -1, "small": 1 << 62, "garbage": 3, "wrong": 3}[what]
+        dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([sizes]))
+        if sizes == 3:
+            data = torch.frombuffer(bytearray({"garbage": b"{]~", "wrong": b'"a"'}[what]), dtype=torch.uint8)
+            dist.all_gather([torch.zeros(3, dtype=torch.uint8) for _ in range(2)], data)
+        return ""
+    with pytest.raises(JoinError) as found:
+        SetUp(dist.distributed_c10d._get_default_group(), timedelta(seconds=5)).exchange(7, int)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("what", ["large", "small", "garbage", "wrong"])
+def test_what_no_rank_says_is_refused(workers: Workers, what: str) -> None:
+    text = workers.run(2, say, what)[1]
+    assert "What this rank has read as what ranks say at the begin is not a message of its ranks" in text
+
+
+def look_at_the_store(rank: int) -> bool:
+    open_channel().barrier()
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return b"torch_join" in Path(store.path).read_bytes()
+
+
+def test_nothing_is_said_over_the_store(workers: Workers) -> None:
+    """Torchrun keeps one for all its attempts to run a job: what an earlier one had said would be read in the next."""
+    assert workers.run(2, look_at_the_store) == [False, False]
 
 
 class Held:
@@ -191,34 +146,16 @@ class Unsaid(dist._Work):
 
 
 class OfPython:
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Unsaid:
-        tensors[0].fill_(7)
+    def allgather(self, found: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> Unsaid:
+        for each in found[0]:
+            each.fill_(7)
         return Unsaid()
 
 
 def test_works_that_do_not_say_when_they_are_completed_are_waited_for() -> None:
     group: Any = mock.Mock()
     group._get_backend.return_value = OfPython()
-    looks = mock.Mock(side_effect=[None] * 20 + [TimeoutError()])
-    assert shared_tensor(group, torch.zeros(3), looks).tolist() == [7.0] * 3
-
-
-class Silent:
-    """A store whose server does not answer."""
-
-    def __init__(self) -> None:
-        self.ends = threading.Event()
-
-    def add(self, *_: Any) -> int:
-        self.ends.wait(30)
-        return 1
-
-
-def test_a_store_that_does_not_answer_ends_the_wait() -> None:
-    store: Any = Silent()
-    with (
-        mock.patch("torch_join._control.set_up._ANSWERS_WITHIN", 0.5),
-        pytest.raises(JoinTimeoutError, match="does not answer"),
-    ):
-        SetUp(store, 1, [0, 1], timedelta(seconds=1))
-    store.ends.set()
+    with mock.patch.object(dist, "get_world_size", return_value=2):
+        assert [each.tolist() for each in gathered(group, torch.zeros(3), mock.Mock(side_effect=TimeoutError))] == [
+            [7.0] * 3
+        ] * 2

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._control.hearing import a_hole, told
-from tests.support.inside import at_set_up, open_channel
+from tests.support.inside import open_channel
 from tests.support.workers import Workers, connect, sum_and_read
 from torch_join import Join, JoinError, PeerFailedError
 from torch_join._collectives.tap import CollectiveTap
@@ -92,26 +92,17 @@ def test_a_rank_that_is_killed_in_the_tail_is_noticed_soon(workers: Workers) -> 
 # ---------------------------------------------------------------- the host of the store
 
 
-def raise_late() -> None:
-    time.sleep(0.5)
-    a_hole()
-
-
 def host_raises(rank: int, where: str) -> str:
-    if where == "set-up":
-        with at_set_up("last", raise_late) if rank == 0 else nullcontext():
-            text, _ = told(None, open_channel)
-    else:
-        connect()
-        channel = open_channel()
-        waits: dict[str, Callable[[], object]] = {"collective": sum_and_read, "elsewhere": partial(time.sleep, 5)}
-        text, _ = told(channel, a_hole if rank == 0 else waits.get(where, channel.barrier), channel.barrier)
+    connect()
+    channel = open_channel()
+    waits: dict[str, Callable[[], object]] = {"collective": sum_and_read, "elsewhere": partial(time.sleep, 5)}
+    text, _ = told(channel, a_hole if rank == 0 else waits.get(where, channel.barrier), channel.barrier)
     if rank == 0:
         os._exit(1)  # and the store with it
     return text
 
 
-@pytest.mark.parametrize("where", ["store", "collective", "elsewhere", "set-up"])
+@pytest.mark.parametrize("where", ["barrier", "collective", "elsewhere"])
 def test_the_words_of_the_stores_host_are_heard(workers: Workers, where: str) -> None:
     outcomes = workers.outcomes(3, host_raises, where)
     cause = "" if where != "collective" else " <- (RuntimeError|DistBackendError)" if workers.device == "cpu" else ".*"

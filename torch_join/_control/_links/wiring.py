@@ -13,13 +13,11 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from torch_join._base.devices import current_device
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import groups as _compat
 from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, connect
@@ -34,61 +32,69 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _LOCAL = ("127.", "fe80:", "::1")  # begins addresses that are none for other hosts
 
-_Here = tuple[str, int, int]  # host, and process: 0 where the system does not tell of others
+_Here = tuple[str, int, int, str]  # host; process, 0 where the system does not tell of others; a secret, if rank 0's
 
 
-def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
+def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     """Connect the ranks; all of them call this.
 
     Args:
-        set_up: What they tell each other meanwhile; it gets to know the processes of this host.
         group: Their process group.
+        timeout: How long a rank waits for others to come.
 
     Returns:
         This rank's node.
 
     Raises:
         UnsupportedError: They cannot be connected, on all ranks.
+        JoinTimeoutError: Another rank did not come in time.
+        PeerFailedError: Another rank is gone.
     """
+    set_up = SetUp(group, timeout)
+    set_up.meet()
     rank, names = set_up.rank, set_up.peers.global_ranks
-    here: _Here = (this_host(), *this_process())
+    here: _Here = (this_host(), *this_process(), secrets.token_hex(32))
     everyone = set_up.exchange(here, of=_Here)
     set_up.peers.processes = processes = {
         peer: Process(pid, began)
-        for peer, (host, pid, began) in enumerate(everyone)
+        for peer, (host, pid, began, _) in enumerate(everyone)
         if host == here[0] and peer != rank and pid
     }
-    secret = _share_secret(group, set_up.look)
+    secret = bytes.fromhex(everyone[0][-1])
     layout = Layout([host for host, *_ in everyone], rank)
     set_up.peers.hosts = layout.elsewhere
-    problem, listener = "", None
+    reference = weakref.ref(group)
+
+    def is_gone(peer: int) -> bool | None:
+        group = reference()
+        return _compat.is_gone(group, peer) if group is not None and _compat.tells_who_is_gone(group) else None
+
+    listener, tree, problem = None, None, ""
     where: Where = [], 0
-    try:
-        if layout.children:
-            is_own = all(everyone[child][0] == here[0] for child in layout.children)
-            listener = _listen(is_own, _compat.is_of_gloo(group))
-            where = _where(listener)
-    except OSError as error:
-        problem, where = f"rank {names[rank]} cannot listen: {error}", ([], -1)
     connections: dict[int, socket.socket] = {}
     try:
+        # What goes wrong on a rank is said in the next exchange, and so raised on all of them.
+        try:
+            if layout.children:
+                is_own = all(everyone[child][0] == here[0] for child in layout.children)
+                listener = _listen(is_own, _compat.is_of_gloo(group))
+                where = _where(listener)
+        except Exception as error:
+            problem, where = f"rank {names[rank]} cannot listen: {_in_words(error)}", ([], -1)
         places = set_up.exchange(where, of=Where)
         if all(port >= 0 for _, port in places):
-            deadline = time.monotonic() + _WITHIN
-            if layout.parent is not None:
-                connections[layout.parent] = connect(places[layout.parent], rank, secret, deadline, set_up.look)
-            if listener is not None:
-                children = {child: names[child] for child in layout.children}
-                connections.update(accept(listener, children, secret, deadline, set_up.look))
-    except JoinError:  # of which some are an OSError too
-        _close(connections)
-        raise
-    except OSError as error:
-        problem = f"rank {names[rank]}: {error}"
-    finally:
-        if listener is not None:
-            listener.close()
-    try:
+            try:
+                deadline = time.monotonic() + _WITHIN
+                if layout.parent is not None:
+                    connections[layout.parent] = connect(places[layout.parent], rank, secret, deadline, set_up.look)
+                if listener is not None:
+                    children = {child: names[child] for child in layout.children}
+                    connections.update(accept(listener, children, secret, deadline, set_up.look))
+                tree = Tree(connections, Node(layout, rank, processes, names, is_gone))
+            except JoinError:  # a rank is gone
+                raise
+            except Exception as error:
+                problem = f"rank {names[rank]}: {_in_words(error)}"
         if problems := [text for text in set_up.exchange(problem, of=str) if text]:
             raise UnsupportedError(
                 "The ranks cannot be connected to each other, over which they tell who has a batch:"
@@ -97,27 +103,21 @@ def wire(set_up: SetUp, group: dist.ProcessGroup) -> Tree:
                 "ip_local_port_range), as gloo needs them too. If hosts have several networks, name one on each in"
                 f" {_INTERFACE} (the interface's name, as `ip addr` shows it)."
             )
+        assert tree is not None
+        return tree
     except BaseException:
-        _close(connections)
+        if tree is not None:
+            tree.close()
+        for connection in connections.values():
+            connection.close()
         raise
-    reference = weakref.ref(group)
-
-    def is_gone(peer: int) -> bool | None:
-        group = reference()
-        return _compat.is_gone(group, peer) if group is not None and _compat.tells_who_is_gone(group) else None
-
-    return Tree(connections, Node(layout, rank, processes, names, is_gone))
+    finally:
+        if listener is not None:
+            listener.close()
 
 
-def _close(connections: dict[int, socket.socket]) -> None:
-    for connection in connections.values():
-        connection.close()
-
-
-def _share_secret(group: dist.ProcessGroup, look: Callable[[], None]) -> bytes:
-    secret = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8)
-    device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
-    return bytes(_compat.broadcast_directly(group, secret.to(device), look).cpu().tolist())
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 # ------------------------------------------------------------ where to listen
