@@ -165,29 +165,37 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
+        return self.begin_gather(value, of=of, among=among)()
+
+    def begin_gather(
+        self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None
+    ) -> Callable[[], list[T]]:
+        """Say this rank's part of a `gather`, and return what waits for the others': each rank may do more meanwhile."""
         data = _codec.encode(value)
         if among is not None:
-            values = self._gather(_node.number_of(among[0]), data, _bits(among[1]))
+            name, them = _node.number_of(among[0]), _bits(among[1])
+            self._some = (*self._some[-7:], name)
         else:
             self.before_meeting()
-            index, self._gathers = self._gathers, self._gathers + 1
-            values = self._gather(index, data, 0)
-            self._pass_log()
-        found: dict[bytes, T] = {}  # often all say the same
-        for rank, said in sorted(values.items()):
-            if said not in found:
-                found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
-        return [found[said] for _, said in sorted(values.items())]
-
-    def _gather(self, name: int, data: bytes, them: int) -> dict[int, bytes]:
+            name, them = self._gathers, 0
+            self._gathers += 1
         key, barriers = (_node.GATHERS | name, them), self._stream.barriers
         with self._links.lock:
             self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
-        if them:
-            self._some = (*self._some[-7:], name)
-        self._until(lambda: key in barriers, awaits=("some" if them else "gather", name, them))
-        _, said = barriers.pop(key)
-        return _node.values_of(said)
+
+        def end() -> list[T]:
+            self._until(lambda: key in barriers, awaits=("some" if them else "gather", name, them))
+            if not them:
+                self._pass_log()
+            _, everything = barriers.pop(key)
+            values = _node.values_of(everything)
+            found: dict[bytes, T] = {}  # often all say the same
+            for rank, said in sorted(values.items()):
+                if said not in found:
+                    found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
+            return [found[said] for _, said in sorted(values.items())]
+
+        return end
 
     # ------------------------------------------------------------ the log, and what is posted
 

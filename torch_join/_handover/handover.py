@@ -10,7 +10,7 @@ optimizers' tensors keep their identity. Then the tensors' contents follow, CUDA
 group, CPU tensors on a gloo group. Gradients are not handed over: `.grad` stays as it is on each rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ def hand_over(
     group: dist.ProcessGroup | None = None,
     local: frozenset[int] | None = None,
     left: Word | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Replace the state of `objects` on every rank by that on one of them, bit for bit.
 
@@ -80,6 +81,7 @@ def hand_over(
         local: The `id` of each parameter that, with its optimizer state, stays as it is on each rank: by default of
             all that DDP ignores.
         left: How this rank has left its loop, if all ranks are to `check` that first.
+        meanwhile: Called on each rank while what it has said is on its way.
 
     Raises:
         JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
@@ -99,7 +101,9 @@ def hand_over(
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
         word, packed = _word(objects, source, channel, capture)
-        words = channel.gather(word._replace(left=left), of=_Word)
+        everyone = channel.begin_gather(word._replace(left=left), of=_Word)
+        meanwhile()
+        words = everyone()
         check([word.left for word in words if word.left is not None], channel.global_ranks, channel.rank)
         _raise_any([word.problem for word in words])
         _agree(words)

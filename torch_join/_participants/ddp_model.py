@@ -363,7 +363,7 @@ class ModelParticipant(Participant, LoopModel):
         deferred = self._frozen if self.deferred else None
         return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired, deferred
 
-    def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> None:
+    def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> Callable[[], None]:
         runs, accumulates, fired, deferred = message
         self._shadow.first.note_fired(fired)
         if not self.ddp.broadcast_buffers:
@@ -371,15 +371,15 @@ class ModelParticipant(Participant, LoopModel):
         if deferred is not None and not self.members.last_joiner:
             # DDP averages in the next backward, in whichever loop.
             self.mirror("forward", (True, True, [], deferred, None))
-        self._settle(states_of(runs, len(self._parameters)), source, accumulates)
+        end = self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
         self._shadowed.forget()
         self.forwards = self.synced = self.deferred = 0
         self._shadowed.accumulates = accumulates
-        self.remember()
+        return end
 
-    def _settle(self, states: list[State], source: int, accumulates: bool) -> None:
-        """Clear, on every rank, what was cleared on the source, and send what was changed there.
+    def _settle(self, states: list[State], source: int, accumulates: bool) -> Callable[[], None]:
+        """Begin to clear, on every rank, what was cleared on the source, and to send what was changed there.
 
         Args:
             states: What has become of the source's gradients (on ranks that were active to the end: of their own).
@@ -396,9 +396,15 @@ class ModelParticipant(Participant, LoopModel):
             if accumulates:
                 self._gradients.raise_if_lost(states)
             mine = self._gradients.differing(states, self.accumulates)
-        # All send the same, whatever each has seen.
-        changed = {index for found in self.tail_log.channel.gather(mine, of=list[int]) for index in found}
-        if joined:
-            self._gradients.follow(states, self.accumulates, None)
-        for index in sorted(changed):
-            broadcast_gradient(self._parameters[index], source, self.ddp.process_group)
+        everyone, accumulated = self.tail_log.channel.begin_gather(mine, of=list[int]), self.accumulates
+
+        def end() -> None:
+            # All send the same, whatever each has seen.
+            changed = {index for found in everyone() for index in found}
+            if joined:
+                self._gradients.follow(states, accumulated, None)
+            for index in sorted(changed):
+                broadcast_gradient(self._parameters[index], source, self.ddp.process_group)
+            self.remember()
+
+        return end

@@ -324,7 +324,7 @@ class Participant:
                 raise _codec.foreign(f"a record of {type(self).__name__}", problem) from None
         self.mirror(kind, payload)
 
-    def receive_closing(self, message: Any, source: int) -> None:
+    def receive_closing(self, message: Any, source: int) -> Callable[[], None] | None:
         """Take the source's closing message; see `close`.
 
         Raises:
@@ -334,7 +334,7 @@ class Participant:
             _codec.check(message, self.closing)
         except _codec.Malformed as problem:
             raise _codec.foreign(f"closing message of {type(self).__name__}", problem) from None
-        self.close(message, source)
+        return self.close(message, source)
 
     def mirror(self, kind: str, payload: Any) -> None:
         """Do, on a joined rank, the counterpart of what was announced."""
@@ -362,8 +362,12 @@ class Participant:
     def closing_message(self) -> Any:
         """Return, on the rank whose state all others take, what `close` needs to know."""
 
-    def close(self, message: Any, source: int) -> None:
-        """Take, on every rank, what the source's `closing_message` say; the tail is over."""
+    def close(self, message: Any, source: int) -> Callable[[], None] | None:
+        """Take, on every rank, what the source's `closing_message` say; the tail is over.
+
+        Returns:
+            What is to be done yet, where ranks wait for each other for it; other messages are on their way meanwhile.
+        """
 
     def after_all(self, is_last_joiner: bool) -> None:
         """The context ends."""

@@ -1,6 +1,6 @@
 """A tail, from the first rank that joins to the last, whose state all ranks get; and what is compared at both ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -176,12 +176,20 @@ class Tail:
         # What a joined rank says does not count: it has synced what it accumulated as a shadow.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
-            for each, theirs in zip(self.tail_log.participants, words, strict=True):
+            begun = [
                 each.receive_closing(theirs, members.leader)
+                for each, theirs in zip(self.tail_log.participants, words, strict=True)
+            ]
+
+            def end() -> None:
+                for ends in filter(None, begun):
+                    ends()
+
             if still:  # all have left with the same step, some by `break`, and these may have changed things since
+                end()
                 self._audit.forget()
             else:
-                self._audit.end(self.tail_log.channel, self._take_states(), has_synced)
+                self._audit.end(self.tail_log.channel, self._take_states(end), has_synced)
             self._buffers.clear()
         self._restore_flags()
 
@@ -195,8 +203,8 @@ class Tail:
             self._take_states()
         self._restore_flags()
 
-    def _take_states(self) -> frozenset[int]:
-        """Do so; return the `id` of each parameter that has stayed as it was on each rank."""
+    def _take_states(self, meanwhile: Callable[[], None] = lambda: None) -> frozenset[int]:
+        """Do so, and `meanwhile` that; return the `id` of each parameter that has stayed as it was on each rank."""
         left, tail_log = self.early_exit, self.tail_log
         self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
@@ -207,7 +215,10 @@ class Tail:
         for model in tail_log.models():
             model.before_handover()
         if states := [*stateful(self._objects), *buffers]:
-            hand_over(states, tail_log.members.leader, tail_log.channel, tail_log.members.group, local, word)
+            members = tail_log.members
+            hand_over(states, members.leader, tail_log.channel, members.group, local, word, meanwhile)
+        else:
+            meanwhile()
         return local
 
     def _restore_flags(self) -> None:

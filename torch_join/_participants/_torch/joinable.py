@@ -181,7 +181,8 @@ class HookDriver(Driver):
                 self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
                 if None in said:
                     for each, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
-                        each.receive_closing(theirs, self.members.leader)
+                        if (end := each.receive_closing(theirs, self.members.leader)) is not None:
+                            end()
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
                 self.channel.close(meets=True)
