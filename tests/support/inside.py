@@ -223,7 +223,7 @@ def keys_of(channel: Channel) -> int:
 
 def gathered(group: Any, tensor: Tensor, look: Callable[[], None]) -> list[Tensor]:
     """Each rank's tensor."""
-    return _compat_groups.gather_directly(group, tensor, look)
+    return _compat_groups.gather_directly(group, tensor, look, timedelta(seconds=30))
 
 
 def delay_next_wait(channel: Any, seconds: float) -> None:

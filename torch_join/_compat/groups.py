@@ -67,17 +67,19 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     backend.monitored_barrier(timeout)
 
 
-def gather_directly(group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None]) -> list[Tensor]:
+def gather_directly(
+    group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None], timeout: timedelta
+) -> list[Tensor]:
     """Return each rank's tensor, all of one shape, past the dispatcher.
 
-    Calls `look`, which may raise, again and again meanwhile. Gloo goes on to wait then, as the end of the group does
-    for it, and so waits no longer than half a minute: its ranks come together, after `meet`.
+    Calls `look`, which may raise, again and again meanwhile. Gloo goes on to wait then, until its timeout, and the end
+    of the group waits for it.
     """
     backend: Any = group._get_backend(tensor.device)
     options = distributed_c10d.AllgatherOptions()
     kinds = [getattr(dist, name, ()) for name in ("ProcessGroupGloo", "ProcessGroupNCCL")]
     if isinstance(backend, kinds[0]):
-        options.timeout = timedelta(seconds=30)
+        options.timeout = timeout
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     work, pause = backend.allgather([found], [tensor], options), 1e-4
     try:

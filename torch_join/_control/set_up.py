@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
 _STAYS = 2.0  # seconds until a rank leaves that has noticed: ranks of other hosts would take it for the one that failed
+_COME_WITHIN = timedelta(seconds=60)  # once all are here: they may try to connect for half of it
 _BREAKS_WITHIN = 4.0  # seconds, in which it shows who has broken a collective
 
 
@@ -41,12 +42,12 @@ class SetUp:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+        self._group, self._timeout = group, timeout  # of the current wait
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
         self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
-        self._begun = self._asks_at = 0.0
-        self._begin_to_wait()
+        self._asks_at = 0.0
+        self._begin_to_wait(timeout)
 
     def meet(self) -> None:
         """Wait until all ranks are here.
@@ -54,15 +55,15 @@ class SetUp:
         Raises:
             JoinTimeoutError: Some have not come in time; rank 0, and whoever waits for it, says who.
         """
-        if _compat.is_of_gloo(self._group):
-            with self._finding_the_cause():
+        with self._finding_the_cause():
+            if _compat.is_of_gloo(self._group):
                 run_polling(lambda: _compat.meet(self._group, self._timeout), self.look)
-        else:
-            self.exchange(None, of=None)
+            else:
+                self._gather(torch.zeros(1))
 
     def exchange(self, value: T, of: Any) -> list[T]:
         """Return what each rank says, by rank; all of them call this."""
-        self._begin_to_wait()
+        self._begin_to_wait(_COME_WITHIN)
         data = torch.frombuffer(bytearray(_codec.encode(value)), dtype=torch.uint8)
         with self._finding_the_cause():
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
@@ -77,7 +78,8 @@ class SetUp:
                 raise _codec.foreign("what ranks say at the begin", problem) from None
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [each.cpu() for each in _compat.gather_directly(self._group, tensor.to(self._device), self.look)]
+        found = _compat.gather_directly(self._group, tensor.to(self._device), self.look, self._timeout)
+        return [each.cpu() for each in found]
 
     # ------------------------------------------------------------ failures
 
@@ -99,9 +101,9 @@ class SetUp:
         if now - self._begun > self._timeout.total_seconds() + _BREAKS_WITHIN:
             raise self._late([])
 
-    def _begin_to_wait(self) -> None:
+    def _begin_to_wait(self, timeout: timedelta) -> None:
         self.peers.begin_to_watch()
-        self._begun = time.monotonic()
+        self._timeout, self._begun = timeout, time.monotonic()
         self._asks_at = self._begun + _ASKS_AFTER
 
     @contextmanager
