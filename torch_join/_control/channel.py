@@ -170,7 +170,7 @@ class Channel:
     def begin_gather(
         self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None
     ) -> Callable[[], list[T]]:
-        """Say this rank's part of a `gather`, and return what waits for the others': each rank may do more meanwhile."""
+        """Say this rank's part of a `gather`; return what waits for the others'. Each rank may do more meanwhile."""
         data = _codec.encode(value)
         if among is not None:
             name, them = _node.number_of(among[0]), _bits(among[1])
