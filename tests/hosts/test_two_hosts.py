@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.hosts.training import KINDS
+
 NAMES = (f"tj{os.getpid()}a", f"tj{os.getpid()}b")  # of the namespaces, and of the ends of the cable between them
 WITHIN = 60  # seconds
 
@@ -71,22 +73,33 @@ def addresses(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         remove()
 
 
-def train(addresses: list[str], killed: int = -1, interface: str = "") -> list[Any]:
-    """Return what one rank on each host prints, `None` of one that was killed."""
+def begin(
+    addresses: list[str], kind: str = "plain", does: str = "", interface: str = ""
+) -> list[subprocess.Popen[str]]:
+    """Begin a rank on each host."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     job = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": addresses[0], "MASTER_PORT": "29511"}
     job |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     started = []
     for rank, name in enumerate(NAMES):
-        program = f"hostname node{rank + 1}; exec {sys.executable} -m tests.hosts.training {killed}"
+        # As torchrun says it, which Lightning, Accelerate and transformers look for.
+        mine = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        mine |= {"TORCHELASTIC_RUN_ID": "none", "CUDA_VISIBLE_DEVICES": ""}
+        program = f"hostname node{rank + 1}; exec {sys.executable} -m tests.hosts.training {kind} '{does}'"
         command = ["ip", "netns", "exec", name, "unshare", "-u", "bash", "-c", program]
-        started.append(subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank)}, **pipes))
+        started.append(subprocess.Popen(command, env={**os.environ, **job, **mine}, **pipes))
+    return started
+
+
+def train(addresses: list[str], kind: str = "plain", does: str = "", interface: str = "") -> list[Any]:
+    """Return what one rank on each host prints, `None` of one that was killed."""
+    started = begin(addresses, kind, does, interface)
     try:
         said = [process.communicate(timeout=WITHIN) for process in started]
     finally:
         for process in started:
             process.kill()
-    assert all(out or number == killed for number, (out, _) in enumerate(said)), [error[-2000:] for _, error in said]
+    assert all(out or does == "killed" for out, _ in said), [error[-2000:] for _, error in said]
     return [json.loads(out.splitlines()[-1]) if out else None for out, _ in said]
 
 
@@ -117,6 +130,34 @@ def test_it_is_exact_on_two_hosts(addresses: list[str], interface: str) -> None:
 
 
 @pytest.mark.parametrize("addresses", [4], indirect=True)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "Lightning" else pytest.mark.long) for kind in KINDS]
+)
+def test_each_front_end_is_exact_on_two_hosts(addresses: list[str], kind: str) -> None:
+    found = train(addresses, kind, interface="eth0")
+    assert found[0]["parameters"] == found[1]["parameters"] == pytest.approx(alone(), abs=1e-12)
+
+
+@pytest.mark.parametrize("addresses", [4], indirect=True)
 def test_a_rank_that_is_killed_is_named_with_its_host(addresses: list[str]) -> None:
-    message, _ = train(addresses, killed=1)
+    message, _ = train(addresses, does="killed")
     assert message.startswith("PeerFailedError: Rank 1 (on node2) failed, so rank 0 cannot go on.")
+
+
+@pytest.mark.parametrize("addresses", [4], indirect=True)
+@pytest.mark.parametrize("gone", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_host_that_vanishes_while_ranks_connect_is_named(addresses: list[str], gone: int) -> None:
+    """That of rank 0 also has the job's store."""
+    started = begin(addresses, does="waits", interface="eth0")
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        ip("-n", NAMES[gone], "link", "set", "eth0", "down")
+        out, _ = started[1 - gone].communicate(timeout=WITHIN)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    message = json.loads(out.splitlines()[-1])
+    assert message.startswith(f"JoinTimeoutError: Rank {1 - gone} waited 5 s for rank {gone} to begin its `with`")
