@@ -226,6 +226,31 @@ def gathered(group: Any, tensor: Tensor, look: Callable[[], None]) -> list[Tenso
     return _compat_groups.gather_directly(group, tensor, look, timedelta(seconds=30))
 
 
+@contextmanager
+def counting_trips() -> Iterator[Counter[str]]:
+    """Count how often this rank waits for others' messages, within; once where it has said its parts at once."""
+    found, gather, wait = Counter[str](), Channel.begin_gather, Channel.wait
+
+    def begin_gather(channel: Channel, *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
+        end, begun = gather(channel, *args, **kwargs), found["trips"]
+
+        def end_and_count() -> list[Any]:
+            found["trips"] = max(found["trips"], begun + 1)
+            return end()
+
+        return end_and_count
+
+    def wait_and_count(channel: Channel) -> Any:
+        found["trips"] += 1
+        return wait(channel)
+
+    with (
+        mock.patch.object(Channel, "begin_gather", begin_gather),
+        mock.patch.object(Channel, "wait", wait_and_count),
+    ):
+        yield found
+
+
 def delay_next_wait(channel: Any, seconds: float) -> None:
     wait = channel._until
 
