@@ -288,6 +288,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         strategy_of(self.trainer).gathers_alike = False
         if self._made_step:  # and not come back from a checkpoint just to validate
             self.meet(data_fetcher)
+            self._fit_loop.requeue_if_agreed()
         self._validates = False
         super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer

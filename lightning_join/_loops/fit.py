@@ -34,7 +34,7 @@ from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
 from torch_join.integration import VERSION, LoaderPlace, Resuming, name_ranks, setting, steps_of
 
-REQUESTS = ("stop", "sigterm", "validate")
+REQUESTS = ("stop", "sigterm", "requeue", "validate")
 
 
 class JoinFitLoop(FitLoop):
@@ -43,6 +43,7 @@ class JoinFitLoop(FitLoop):
     # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
     # rank's loop while the others go on.
     agreed_stop = False
+    _requeues = False  # all ranks know that SLURM is to start the job again
     is_planned = False  # whether some rank may have another number of batches than it has said
     _lengths: Sequence[int | float] = ()
     _has_warned = False
@@ -224,12 +225,20 @@ class JoinFitLoop(FitLoop):
     def requests(self) -> dict[str, bool]:
         """What this rank asks all ranks to do: stop, or terminate."""
         trainer: Any = self.trainer
-        requests = {"stop": trainer.should_stop, "sigterm": trainer._signal_connector.signalled}
+        signals = trainer._signal_connector
+        requests = {"stop": trainer.should_stop, "sigterm": signals.signalled, "requeue": signals.requeue_asked}
         return {name: True for name, wanted in requests.items() if wanted}
 
     def agree_on_stop(self) -> None:
-        """Stop, or terminate, on all ranks if one wants to; all ranks meet."""
+        """Stop, terminate, or have the job requeued, on all ranks if one wants to; all ranks meet."""
         self.apply_requests(channel_of(self.trainer).barrier(notice=self.requests or None).notices)
+        self.requeue_if_agreed()
+
+    def requeue_if_agreed(self) -> None:
+        """Save a checkpoint and have SLURM start the job again, if all ranks know that one was asked for."""
+        if self._requeues:
+            self._requeues = False
+            cast(Any, self.trainer)._signal_connector.requeue()
 
     def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
         """Do what the `notices` ask for, which are the same on all ranks.
@@ -252,6 +261,8 @@ class JoinFitLoop(FitLoop):
         if asking["sigterm"]:
             trainer._signal_connector.signalled = True
             trainer._signal_connector.agreed = "sigterm" in agreed
+        if asking["requeue"]:
+            trainer._signal_connector.requeue_asked, self._requeues = True, "requeue" in agreed
         ranks = asking["stop"]
         agreed_before, self.agreed_stop = self.agreed_stop, "stop" in agreed
         if ranks:

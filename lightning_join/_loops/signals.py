@@ -1,7 +1,10 @@
-"""SIGTERM without a collective inside the signal handler."""
+"""SIGTERM, and SLURM's signal to requeue, without a collective inside the signal handler."""
 
 import logging
+import signal
 from types import FrameType
+
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_join._compat import SignalConnector
 
@@ -9,14 +12,15 @@ log = logging.getLogger(__name__)
 
 
 class JoinSignalConnector(SignalConnector):
-    """Shows Lightning a SIGTERM when all ranks have heard of it.
+    """Shows Lightning a signal when all ranks have heard of it.
 
-    Lightning's handler broadcasts, on the one rank that was signalled, into whatever is under way, and
-    its loops raise on that rank alone. Here the signal goes around with the loops' next meeting.
+    Lightning's handlers broadcast, or save a checkpoint, on the ranks that were signalled, amid whatever is under way.
+    Here the signal goes around with the loops' next meeting.
     """
 
-    signalled = False  # this rank has received the signal
+    signalled = False  # this rank has received a SIGTERM
     agreed = False  # all ranks know that one has
+    requeue_asked = False  # this rank has received SLURM's signal to requeue, or knows that another one has
 
     @property
     def received_sigterm(self) -> bool:
@@ -31,3 +35,14 @@ class JoinSignalConnector(SignalConnector):
         if not self.signalled and (launcher := self.trainer.strategy.launcher) is not None:
             launcher.kill(signum)
         self.signalled = True
+
+    def _slurm_sigusr_handler_fn(self, signum: int, frame: FrameType | None) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.requeue_asked = True
+        else:
+            super()._slurm_sigusr_handler_fn(signum, frame)  # type: ignore[arg-type]
+
+    def requeue(self) -> None:
+        """Save a checkpoint, and ask SLURM to start the job again, as Lightning's handler does; all ranks call this."""
+        self.requeue_asked = False
+        super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]

@@ -108,8 +108,7 @@ class Reader(Module):
         if self.case.iterable:
             return kind(Stream(data), batch_size=None)
         # A generator of the sampler's own: from one given to the loader, torchdata draws once less when it resumes.
-        generator = torch.Generator().manual_seed(data.rank) if self.reads.seeded else None
-        sampler = RandomSampler(data, generator=generator) if len(data) else None
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(data.rank)) if len(data) else None
         return kind(data, batch_size=None, sampler=sampler)
 
     def val_dataloader(self) -> Any:
