@@ -48,10 +48,9 @@ class Channel:
         records: How many records of the log this rank has written, or would have, or followed.
         status: Returns what this rank adds to its answer where others ask who is there.
         explain: Returns what the answers of all, by global rank, tell of a failure.
-        suspect: Called again and again in a wait for others, which ends with what it raises.
+        suspect: Called each second of a wait for others, after a look at the processes; it ends with what it raises.
         thread: The thread that waits here, or may, by both of its numbers.
         awaits: What it waits for: its kind, its number, who has to come, by bit (0: all), and whether it has come.
-        looks_every: Seconds of a wait between two such calls, each of which comes after a look at the processes.
         before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
             put off.
     """
@@ -70,7 +69,6 @@ class Channel:
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
         self.suspect: Callable[[], object] = lambda: None
-        self.looks_every = _LOOKS_EVERY
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes, tree.node.layout.elsewhere)
         self.barrier_number, self._them = 0, 0  # and of whom that is
@@ -374,7 +372,7 @@ class Channel:
     def _check(self, failure: Callable[[], JoinError | None]) -> Callable[[], None]:
         self._peers.begin_to_watch()
         start = time.monotonic()
-        deadline, next_look = start + self._timeout.total_seconds(), start + self.looks_every
+        deadline, next_look = start + self._timeout.total_seconds(), start + _LOOKS_EVERY
 
         def look() -> None:
             nonlocal next_look
@@ -383,7 +381,7 @@ class Channel:
             if now > deadline:
                 raise self._timed_out()
             if now > next_look:
-                next_look = now + self.looks_every
+                next_look = now + _LOOKS_EVERY
                 if (found := self._peers.find_failed(dict.fromkeys(self._links.left, LEFT))) is not None:
                     rank, why = found
                     self.fail(why, rank)

@@ -1,8 +1,8 @@
 """Who is connected to whom.
 
 Ranks of one host form a heap in which each has up to seven children, and so do the first ranks of the hosts above them.
-So a host of eight ranks is one level deep. At 64 processes on two cores a beat costs the busiest rank 111 to 116 us of
-processor time so; with eight children each 117 to 125, with six 112 to 119, and all others the same.
+So a host of eight ranks is one level deep. At 64 processes on two cores a barrier costs the busiest rank 111 to 116 us
+of processor time so; with eight children each 117 to 125, with six 112 to 119, and all others the same.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Layout:
         rank: This rank.
 
     Attributes:
-        parent: Whom this rank passes beats on to; `None` for rank 0.
+        parent: Whom this rank passes barriers on to; `None` for rank 0.
         children: Who passes them on to this rank.
         elsewhere: The names of other hosts than this rank's, by the ranks that are there.
         below: By child, the ranks that reach this one through it, as the bits of a number.

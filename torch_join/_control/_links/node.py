@@ -1,4 +1,4 @@
-"""The ranks as a tree, and what its nodes do with messages: pass them on, merge beats, keep what was said to all.
+"""The ranks as a tree, and what its nodes do with messages: pass them on, merge barriers, keep what was said to all.
 
 A message to all goes over each connection once. So does one that many ranks send at a time to say the same: with 1,024
 who check each other's health, rank 0 would pass on three million messages.
@@ -233,7 +233,7 @@ class Node:
         elif (stream := self._stream(number)) is not None:
             stream.answers[asked] = payload[_ANSWER.size :]
 
-    # ------------------------------------------------------------ beats
+    # ------------------------------------------------------------ barriers
 
     def arrive(self, number: int, barrier: int, came: int, total: int, ranks: int, notices: bytes) -> None:
         """Note who has come; pass it on when all below this rank have that come at all."""

@@ -19,7 +19,7 @@ from torch_join._control._links.stream import ChannelState
 _READ_SECONDS = 0.05  # for which a wait reads at a time
 # A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
 # are waited for in a step. More than these milliseconds gain nothing: what is awake slows down what shares a core. Any
-# other wait is of a meeting, to which ranks come together as a rule: a beat of two ranks takes 23 us so, and 74 asleep,
+# other wait is of a meeting, to which ranks come together as a rule: a barrier of two takes 23 us so, and 74 asleep,
 # and less processor time.
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
 _LOOKS_EVERY = 16  # reads, where something comes within each
