@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -241,9 +241,22 @@ class JoinEpochLoop(TrainingEpochLoop):
         if self._lacks_values:
             self._lacks_values = False
             check_monitored(trainer, join.channel)
-        if join.in_tail:
-            self._enter_hooks("on_train_batch_end")
+        requeues = self._requeues and not self._validates_next()  # else the next job would leave that out
+        if join.in_tail or requeues:
+            self._enter_hooks("on_train_batch_end", self._fit_loop.requeue if requeues else None)
         return output
+
+    @property
+    def _requeues(self) -> bool:
+        """Whether all ranks are to save for the next job, and no accumulation is under way, which that would lose."""
+        return self._fit_loop.requeues and not self._should_accumulate()
+
+    def _validates_next(self) -> bool:
+        """Whether a validation comes right after this step, as far as is known: not by whose clock."""
+        if _compat.validation_interval(cast(Any, self.trainer)) is not None:
+            return False
+        with self._fit_loop.stopping_together():
+            return bool(super()._should_check_val_fx(self._fit_loop.fetcher))
 
     def _enter_hooks(self, last: str, act: Callable[[Any], Any] | None = None) -> None:
         """Begin what is around the batch hooks, until the `last` one, which is the module's; then `act`.
@@ -288,9 +301,10 @@ class JoinEpochLoop(TrainingEpochLoop):
         strategy_of(self.trainer).gathers_alike = False
         if self._made_step:  # and not come back from a checkpoint just to validate
             self.meet(data_fetcher)
-            self._fit_loop.requeue_if_agreed()
         self._validates = False
-        super().on_advance_end(data_fetcher)
+        requeue = partial(after_hook, self.trainer.lightning_module, "on_validation_end", self._fit_loop.requeue)
+        with requeue() if self._requeues else nullcontext():
+            super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer
         if self._validates:
             self._fit_loop.agree_on_stop()  # EarlyStopping may have decided in the validation

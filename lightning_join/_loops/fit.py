@@ -43,7 +43,7 @@ class JoinFitLoop(FitLoop):
     # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
     # rank's loop while the others go on.
     agreed_stop = False
-    _requeues = False  # all ranks know that SLURM is to start the job again
+    requeues = False  # all ranks know that SLURM is to start the job again
     is_planned = False  # whether some rank may have another number of batches than it has said
     _lengths: Sequence[int | float] = ()
     _has_warned = False
@@ -59,7 +59,8 @@ class JoinFitLoop(FitLoop):
         # On the object: outside of what a strategy that is derived from ours does to a batch.
         transfer = setting(strategy, batch_to_device=partial(epoch_loop.transfer, strategy.batch_to_device))
         with strategy.around_run(last=not is_finding_learning_rate(self.trainer)), transfer:
-            self.agreed_stop = False
+            self.agreed_stop = self.requeues = False
+            cast(Any, self.trainer)._signal_connector.begin_fit()
             epoch_loop.begin_fit()
             self.agree_on_stop()  # `on_fit_start` may have set it
             super().run()
@@ -226,19 +227,18 @@ class JoinFitLoop(FitLoop):
         """What this rank asks all ranks to do: stop, or terminate."""
         trainer: Any = self.trainer
         signals = trainer._signal_connector
-        requests = {"stop": trainer.should_stop, "sigterm": signals.signalled, "requeue": signals.requeue_asked}
+        requests = {"stop": trainer.should_stop, "sigterm": signals.signalled, "requeue": signals.asks_to_requeue}
         return {name: True for name, wanted in requests.items() if wanted}
 
     def agree_on_stop(self) -> None:
         """Stop, terminate, or have the job requeued, on all ranks if one wants to; all ranks meet."""
         self.apply_requests(channel_of(self.trainer).barrier(notice=self.requests or None).notices)
-        self.requeue_if_agreed()
 
-    def requeue_if_agreed(self) -> None:
-        """Save a checkpoint and have SLURM start the job again, if all ranks know that one was asked for."""
-        if self._requeues:
-            self._requeues = False
-            cast(Any, self.trainer)._signal_connector.requeue()
+    def requeue(self, response: Any = None) -> Any:
+        """Save a checkpoint and have SLURM start the job again; all ranks call this. Return the `response`."""
+        self.requeues = False
+        cast(Any, self.trainer)._signal_connector.requeue()
+        return response
 
     def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
         """Do what the `notices` ask for, which are the same on all ranks.
@@ -262,7 +262,8 @@ class JoinFitLoop(FitLoop):
             trainer._signal_connector.signalled = True
             trainer._signal_connector.agreed = "sigterm" in agreed
         if asking["requeue"]:
-            trainer._signal_connector.requeue_asked, self._requeues = True, "requeue" in agreed
+            trainer._signal_connector.requeue_asked = True
+            self.requeues = self.requeues or "requeue" in agreed
         ranks = asking["stop"]
         agreed_before, self.agreed_stop = self.agreed_stop, "stop" in agreed
         if ranks:

@@ -21,6 +21,7 @@ class JoinSignalConnector(SignalConnector):
     signalled = False  # this rank has received a SIGTERM
     agreed = False  # all ranks know that one has
     requeue_asked = False  # this rank has received SLURM's signal to requeue, or knows that another one has
+    requeued = False  # in this fit
 
     @property
     def received_sigterm(self) -> bool:
@@ -42,7 +43,14 @@ class JoinSignalConnector(SignalConnector):
         else:
             super()._slurm_sigusr_handler_fn(signum, frame)  # type: ignore[arg-type]
 
+    def begin_fit(self) -> None:
+        self.requeue_asked = self.requeued = False
+
+    @property
+    def asks_to_requeue(self) -> bool:
+        return self.requeue_asked and not self.requeued  # ranks get the signal at different times
+
     def requeue(self) -> None:
         """Save a checkpoint, and ask SLURM to start the job again, as Lightning's handler does; all ranks call this."""
-        self.requeue_asked = False
+        self.requeued = True
         super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]

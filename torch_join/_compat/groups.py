@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d
 from torch_join._base.errors import JoinError
 from torch_join._base.names import TORCH, check_names
 
-_PROBE_TAG = 0x7001
+_PROBE_TAG, _MEET_TAG = 0x7001, 0x7002
+_ANSWERS_WITHIN = timedelta(seconds=4)  # after all have come
 # What a gather that was given up still has. Were Python's part of such a tensor left to gloo, its thread would wait
 # for Python's lock, which older torch (2.6) holds while it destroys the group and waits for that thread.
 _unfinished: list[list[Tensor]] = []
@@ -34,8 +35,7 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     if not tells_who_is_gone(group):
         return False
     try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-        backend.send([torch.zeros(1)], rank, _PROBE_TAG)
+        _backend(group, "cpu").send([torch.zeros(1)], rank, _PROBE_TAG)
     except RuntimeError as error:
         return "Connection closed" in str(error) or "Connection reset" in str(error)
     return False
@@ -49,7 +49,7 @@ def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
 def is_of_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo sends what is on CPUs."""
     gloo = getattr(dist, "ProcessGroupGloo", ())
-    return can_send(group, "cpu") and isinstance(group._get_backend(torch.device("cpu")), gloo)
+    return can_send(group, "cpu") and isinstance(_backend(group, "cpu"), gloo)
 
 
 def can_send(group: dist.ProcessGroup, kind: str) -> bool:
@@ -62,9 +62,49 @@ def can_send(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait over gloo until all ranks are here; where rank 0 waits in vain, the error says for which."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    backend.monitored_barrier(timeout)
+    """Wait over gloo until all ranks are here; each tells rank 0, which answers when all have. Blocks this thread.
+
+    Raises:
+        NotHereError: Rank 0 has not come in time; or on rank 0, another one. It says who.
+        RuntimeError: Another rank has left.
+    """
+    backend, token = _backend(group, "cpu"), torch.zeros(1)
+    others = range(1, dist.get_world_size(group))
+    if dist.get_rank(group) > 0:
+        # It is received when rank 0 is here, whose timeout begins no later.
+        _wait(backend.send([token], 0, _MEET_TAG), 0, timeout)
+        backend.recv([token], 0, _MEET_TAG + 1).wait(timeout + _ANSWERS_WITHIN)
+        return
+    deadline = time.monotonic() + timeout.total_seconds()
+    words = {other: backend.recv([torch.zeros(1)], other, _MEET_TAG) for other in others}
+    for other, word in words.items():
+        _wait(word, other, timedelta(seconds=max(0.01, deadline - time.monotonic())))
+    for answer in [backend.send([token], other, _MEET_TAG + 1) for other in others]:
+        answer.wait()
+
+
+class NotHereError(Exception):
+    """A rank has not come in time."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+def _wait(work: Any, rank: int, timeout: timedelta) -> None:
+    begun = time.monotonic()
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        if time.monotonic() - begun < timeout.total_seconds():
+            raise
+        raise NotHereError(rank) from error
+
+
+def _backend(group: dist.ProcessGroup, kind: str) -> Any:
+    """Return what sends what is on a kind of device, without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    backend = group._get_backend(torch.device(kind))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def gather_directly(
@@ -75,7 +115,7 @@ def gather_directly(
     Calls `look`, which may raise, again and again meanwhile. Gloo goes on to wait then, until its timeout, and the end
     of the group waits for it.
     """
-    backend: Any = group._get_backend(tensor.device)
+    backend = _backend(group, tensor.device.type)
     options = distributed_c10d.AllgatherOptions()
     kinds = [getattr(dist, name, ()) for name in ("ProcessGroupGloo", "ProcessGroupNCCL")]
     if isinstance(backend, kinds[0]):

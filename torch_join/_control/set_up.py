@@ -4,9 +4,9 @@ Its collectives go past the dispatcher, where a tap may listen. Gloo waits in th
 rank only of the end of those that it sends to or receives from: so each rank looks meanwhile whether others are there.
 """
 
-import re
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
 _STAYS = 2.0  # seconds until a rank leaves that has noticed: ranks of other hosts would take it for the one that failed
-_COME_WITHIN = timedelta(seconds=60)  # once all are here: they may try to connect for half of it
+_COME_WITHIN = 60.0  # seconds, once all are here: they may try to connect for half of it
 _BREAKS_WITHIN = 4.0  # seconds, in which it shows who has broken a collective
 
 
@@ -39,31 +39,37 @@ class SetUp:
 
     Attributes:
         peers: The others; their processes, once they are known.
+        problem: What has gone wrong here and is yet to be said.
     """
 
+    problem = ""
+
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout  # of the current wait
+        self._group, self._timeout = group, timeout
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
         self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
-        self._asks_at = 0.0
-        self._begin_to_wait(timeout)
+        self._begun = self._asks_at = 0.0
+        self._until = self._come_until = math.inf  # of the current wait, and of all once the ranks have met
 
     def meet(self) -> None:
         """Wait until all ranks are here.
 
         Raises:
-            JoinTimeoutError: Some have not come in time; rank 0, and whoever waits for it, says who.
+            JoinTimeoutError: Some have not come in time. Over gloo rank 0 says who, and the others if it is rank 0.
         """
+        is_gloo = _compat.is_of_gloo(self._group)
+        self._begin_to_wait(math.inf if is_gloo else time.monotonic() + self._timeout.total_seconds())
         with self._finding_the_cause():
-            if _compat.is_of_gloo(self._group):
+            if is_gloo:
                 run_polling(lambda: _compat.meet(self._group, self._timeout), self.look)
             else:
                 self._gather(torch.zeros(1))
+        self._come_until = time.monotonic() + _COME_WITHIN  # the same on all ranks, nearly
 
     def exchange(self, value: T, of: Any) -> list[T]:
         """Return what each rank says, by rank; all of them call this."""
-        self._begin_to_wait(_COME_WITHIN)
+        self._begin_to_wait(self._come_until)
         data = torch.frombuffer(bytearray(_codec.encode(value)), dtype=torch.uint8)
         with self._finding_the_cause():
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
@@ -78,7 +84,8 @@ class SetUp:
                 raise _codec.foreign("what ranks say at the begin", problem) from None
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = _compat.gather_directly(self._group, tensor.to(self._device), self.look, self._timeout)
+        timeout = timedelta(seconds=max(1.0, self._until - time.monotonic()))
+        found = _compat.gather_directly(self._group, tensor.to(self._device), self.look, timeout)
         return [each.cpu() for each in found]
 
     # ------------------------------------------------------------ failures
@@ -98,12 +105,12 @@ class SetUp:
             if len(self.peers.processes) + 1 < self.world_size:
                 time.sleep(_STAYS)
             raise self.peers.error(*found)
-        if now - self._begun > self._timeout.total_seconds() + _BREAKS_WITHIN:
-            raise self._late([])
+        if now > self._until + 1.0:
+            raise self._late()
 
-    def _begin_to_wait(self, timeout: timedelta) -> None:
+    def _begin_to_wait(self, until: float) -> None:
         self.peers.begin_to_watch()
-        self._timeout, self._begun = timeout, time.monotonic()
+        self._until, self._begun = until, time.monotonic()
         self._asks_at = self._begun + _ASKS_AFTER
 
     @contextmanager
@@ -113,27 +120,30 @@ class SetUp:
             yield
         except JoinError:
             raise
+        except _compat.NotHereError as error:
+            raise self._late([error.rank]) from error
         except RuntimeError as error:
-            is_late = time.monotonic() - self._begun > self._timeout.total_seconds()
+            if time.monotonic() > self._until - 0.5:
+                raise self._late() from error
             deadline = time.monotonic() + _BREAKS_WITHIN
-            while time.monotonic() < deadline and not is_late:
+            while time.monotonic() < deadline:
                 self.look()
                 time.sleep(0.02)
-            if is_late:
-                said = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
-                raise self._late([int(rank) for rank in said[1].split(",")] if said else []) from error
             me = self.peers.global_ranks[self.rank]
             text = f"Rank {me} cannot be connected: its process group does not work. {type(error).__name__}: {error}"
             raise PeerFailedError(text) from error
 
-    def _late(self, ranks: list[int]) -> JoinTimeoutError:
+    def _late(self, ranks: Sequence[int] = ()) -> JoinTimeoutError:
         me, others = self.peers.global_ranks[self.rank], [rank for rank in range(self.world_size) if rank != self.rank]
         who = self.peers.name(ranks or others)
         if not ranks and len(others) > 1:
             who = f"one or more of {who}"
-            who += f" (the error of {self.peers.name([0])} says which, if it has come)" if self.rank else ""
+        waited = f"Rank {me} waited {time.monotonic() - self._begun:.0f} s for {who}"
+        gone = "killed, or stopped, or its host, or the network to it, is gone"
+        if self._come_until < math.inf:
+            problem = f" {self.problem}" if self.problem else ""
+            return JoinTimeoutError(f"{waited} while the ranks were connected: {gone}.{problem}")
         return JoinTimeoutError(
-            f"Rank {me} waited {self._timeout.total_seconds():.0f} s for {who} to begin its `with` (or fit) too, where"
-            " the ranks are connected: at work elsewhere, killed, or stopped, or its host, or the network to it, is"
-            " gone. Begin it on all ranks, in the same order; if they come at such different times, raise `timeout`."
+            f"{waited} to begin its `with` (or fit) too, where the ranks are connected: at work elsewhere, {gone}."
+            " Begin it on all ranks, in the same order; if they come at such different times, raise `timeout`."
         )

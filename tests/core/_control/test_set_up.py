@@ -56,29 +56,34 @@ def test_only_what_proves_that_a_process_has_ended_counts(error: OSError, is_the
         assert (process.is_there, process.is_stopped, this_process().pid) == (is_there, False, 0)
 
 
-def come_late(rank: int) -> str:
+def come_late(rank: int, before: int) -> str:
     dist.barrier()
     text = ""
+    time.sleep(before * (rank == 0))
     if rank < 2:
         try:
-            open_channel(timeout=timedelta(seconds=1 + rank))
+            open_channel(timeout=timedelta(seconds=3))
         except JoinError as error:
             text = str(error)
     else:
-        time.sleep(4)
+        time.sleep(9)
     dist.destroy_process_group()
     return text
 
 
-def test_who_does_not_come_in_time_is_named(workers: Workers) -> None:
-    first, second, _ = workers.run(3, come_late)
-    assert first.startswith("Rank 0 waited 1 s for rank 2 to begin its `with`")
+@pytest.mark.parametrize("before", [0, 2])
+def test_who_does_not_come_in_time_is_named(workers: Workers, before: int) -> None:
+    """However long before rank 0 another one has come, and whatever the group's own timeout is."""
+    first, second, _ = workers.run(3, come_late, before, timeout=2.0)
+    assert first.startswith("Rank 0 waited 3 s for rank 2 to begin its `with`")
     assert second.startswith(
         "Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone"
     )  # it has just said so
 
 
 def say(rank: int, what: str) -> str:
+    set_up = SetUp(dist.distributed_c10d._get_default_group(), timedelta(seconds=5))
+    set_up.meet()
     if rank == 0:
         sizes = {"large": -1, "small": 1 << 62, "garbage": 3, "wrong": 3}[what]
         dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([sizes]))
@@ -87,7 +92,7 @@ def say(rank: int, what: str) -> str:
             dist.all_gather([torch.zeros(3, dtype=torch.uint8) for _ in range(2)], data)
         return ""
     with pytest.raises(JoinError) as found:
-        SetUp(dist.distributed_c10d._get_default_group(), timedelta(seconds=5)).exchange(7, int)
+        set_up.exchange(7, int)
     return str(found.value)
 
 
