@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -44,13 +45,17 @@ def plain(rank: int, uneven: bool) -> list[int]:
 
 
 def accelerate(rank: int, uneven: bool) -> list[int]:
-    accelerator = Accelerator(cpu=True)
-    net, optimizer = accelerator.prepare(model := nn.Linear(3, 1), torch.optim.SGD(model.parameters(), 0.1))
     found = []
-    with counting_trips() as counts:
-        for batches in epochs_of(rank, uneven):
-            step(net, optimizer, accelerator.join_batches(batches))
-            found.append(counts.pop("trips"))
+    try:
+        accelerator = Accelerator(cpu=True)
+        net, optimizer = accelerator.prepare(model := nn.Linear(3, 1), torch.optim.SGD(model.parameters(), 0.1))
+        with counting_trips() as counts:
+            for batches in epochs_of(rank, uneven):
+                step(net, optimizer, accelerator.join_batches(batches))
+                found.append(counts.pop("trips"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
     return found
 
 

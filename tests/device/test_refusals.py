@@ -180,20 +180,6 @@ def test_a_capture_of_a_forward_raises(workers: Workers) -> None:
     assert all("captures a forward" in said for said in workers.run(2, capturing))
 
 
-def without_store(rank: int) -> str:
-    own, compat.group_store = compat.group_store, lambda group: dist.Store()
-    try:
-        with pytest.raises(UnsupportedError, match="MPI") as raised, Join([DistributedDataParallel(nn.Linear(1, 1))]):
-            pass
-    finally:
-        compat.group_store = own
-    return str(raised.value)
-
-
-def test_a_job_without_a_store_raises(workers: Workers) -> None:
-    assert all("no key-value store" in said for said in workers.run(2, without_store))
-
-
 class Heads(pl.LightningModule):
     """In the first step rank 1 leaves a head out, whose gradient the others wait for; it stays until they have left."""
 
