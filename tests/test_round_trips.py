@@ -7,13 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_join  # noqa: F401
-from accelerate_join import Accelerator
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.inside import counting_trips
 from tests.support.workers import Workers
 from torch_join import Join
@@ -46,16 +45,11 @@ def plain(rank: int, uneven: bool) -> list[int]:
 
 def accelerate(rank: int, uneven: bool) -> list[int]:
     found = []
-    try:
-        accelerator = Accelerator(cpu=True)
+    with accelerator_of(rank) as accelerator, counting_trips() as counts:
         net, optimizer = accelerator.prepare(model := nn.Linear(3, 1), torch.optim.SGD(model.parameters(), 0.1))
-        with counting_trips() as counts:
-            for batches in epochs_of(rank, uneven):
-                step(net, optimizer, accelerator.join_batches(batches))
-                found.append(counts.pop("trips"))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        for batches in epochs_of(rank, uneven):
+            step(net, optimizer, accelerator.join_batches(batches))
+            found.append(counts.pop("trips"))
     return found
 
 
