@@ -302,8 +302,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         if self._made_step:  # and not come back from a checkpoint just to validate
             self.meet(data_fetcher)
         self._validates = False
-        requeue = partial(after_hook, self.trainer.lightning_module, "on_validation_end", self._fit_loop.requeue)
-        with requeue() if self._requeues else nullcontext():
+        module, act = self.trainer.lightning_module, self._fit_loop.requeue
+        with after_hook(module, "on_validation_end", act) if self._requeues else nullcontext():
             super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer
         if self._validates:
