@@ -36,15 +36,7 @@ from torch_join._schedule.drawing import (
     set_own,
     told_epochs,
 )
-from torch_join._schedule.remaining import (
-    begin_again,
-    check_same,
-    describe,
-    differs_from,
-    read_past,
-    reads_by_index,
-    skip,
-)
+from torch_join._schedule.remaining import begin_again, check_same, describe, differs_from, read_past, skip
 from torch_join._schedule.stateful import (
     SideBySide,
     begin_anew,
@@ -217,8 +209,8 @@ class Position:
                 " loader of the kind that there was when the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
-        # A sampler is read no further than it was: at its end one of torch's draws once more, if a loop comes to that.
-        if is_over and (state is not None or self._keeps_none or not reads_by_index(loader)):
+        # Others are read up to there, as a stream may count its passes; a sampler no further: it may draw at its end.
+        if is_over and (state is not None or self._keeps_none):
             self._end(place, [])
             self._at_end = place
             return iter(())

@@ -80,7 +80,7 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
         taken: How many are left out.
         reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
     """
-    if not reads_by_index(loader):
+    if not _reads_by_index(loader):
         with _without_seeds(loaders_in(loader) if reuses else []):
             iterator: Iterator[Any] = iter(loader)
         return read_past(iterator, taken) if taken else _begun(iterator)
@@ -119,7 +119,7 @@ def read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return iterator
 
 
-def reads_by_index(loader: Any) -> bool:
+def _reads_by_index(loader: Any) -> bool:
     """Whether what a loader reads follows from its sampler alone: it is torch's, or torchdata's."""
     if not isinstance(loader, DataLoader) or _is_stream(loader):
         return False
