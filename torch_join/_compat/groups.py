@@ -62,16 +62,18 @@ def can_send(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait over gloo until all ranks are here; each tells rank 0, which answers when all have. Blocks this thread.
+    """Wait over gloo until every rank has called this: each rank sends to rank 0, which then answers all of them.
+
+    It blocks this thread.
 
     Raises:
-        NotHereError: Rank 0 has not come in time; or on rank 0, another one. It says who.
-        RuntimeError: Another rank has left.
+        NotHereError: A rank is missing at the timeout: on rank 0 another rank, on other ranks rank 0.
+        RuntimeError: Another rank has disconnected.
     """
     backend, token = _backend(group, "cpu"), torch.zeros(1)
     others = range(1, dist.get_world_size(group))
     if dist.get_rank(group) > 0:
-        # It is received when rank 0 is here, whose timeout begins no later.
+        # Rank 0 receives it once it has called this, so its own timeout ends before the next wait does.
         _wait(backend.send([token], 0, _MEET_TAG), 0, timeout)
         backend.recv([token], 0, _MEET_TAG + 1).wait(timeout + _ANSWERS_WITHIN)
         return
@@ -84,7 +86,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 class NotHereError(Exception):
-    """A rank has not come in time."""
+    """A rank is missing at the timeout."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

@@ -39,7 +39,7 @@ class SetUp:
 
     Attributes:
         peers: The others; their processes, once they are known.
-        problem: What has gone wrong here and is yet to be said.
+        problem: This rank's error, which it has yet to send.
     """
 
     problem = ""
@@ -91,9 +91,9 @@ class SetUp:
     # ------------------------------------------------------------ failures
 
     def look(self) -> None:
-        """Raise if a rank is gone, or has not come in time: to be called again and again in a wait for others.
+        """Raise if another process has ended, or the wait has timed out. Waits for other ranks call this repeatedly.
 
-        One that is gone is a process of this host, or gloo knows; of this host it may also be stopped for a second.
+        For processes on this host the system tells, also of one that has been stopped for a second; for others gloo.
         """
         now = time.monotonic()
         if (found := self.peers.find_failed({})) is None and now > self._asks_at:

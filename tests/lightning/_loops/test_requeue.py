@@ -69,6 +69,7 @@ STEPS = [(epoch, step) for epoch in range(2) for step in range(6)]
         (PLAIN, {1: (0, 3)}, (0, 4)),
         (PLAIN, {1: (0, 5)}, (1, 0)),
         (PLAIN, {1: (1, 3)}, (1, 4)),
+        (replace(PLAIN, case=replace(PLAIN.case, lengths=(0, 6))), {1: (0, 1)}, (0, 2)),
         (PLAIN, {0: (0, 0), 1: (0, 4)}, (0, 2)),  # and the second signal asks for nothing
         (replace(PLAIN, case=replace(PLAIN.case, accumulate=4)), {1: (0, 0)}, (0, 3)),  # not amid an accumulation
         # Nor before a validation, after every other step here: at its end.
