@@ -52,22 +52,27 @@ def steps_in(folder: str) -> int:
     return transformers.TrainerState.load_from_json(str(Path(folder, hf.TRAINER_STATE_NAME))).global_step  # type: ignore[no-any-return]
 
 
-def check_resizes(trainer: Any) -> None:
-    """Raise where a trainer cannot go on amid an epoch that another number of ranks has begun.
+def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
+    """Raise where a trainer cannot go on after epochs of another number of steps.
+
+    Args:
+        trainer: The trainer.
+        has_other_ranks: Whether another number of ranks has made them, rather than with other data.
 
     Raises:
         UnsupportedError: So it is.
     """
-    instead = "Resume with as many ranks as have written it, or from a checkpoint of an epoch's end."
     if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
         raise UnsupportedError(
-            f"A checkpoint from the middle of an epoch, which another number of ranks has written: transformers"
-            f" {transformers.__version__} counts that epoch by this job's number. Use transformers 5. {instead}"
+            f"A checkpoint after epochs of another number of steps: transformers {transformers.__version__} counts them"
+            " by this job's number. Use transformers 5, or resume with as many ranks and as much data, or with"
+            " ignore_data_skip=True."
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if has_other_ranks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise UnsupportedError(
             "A checkpoint from the middle of an epoch, which another number of ranks has written, with a sharded model:"
-            f" that is not tested with Trainer. {instead}"
+            " that is not tested with Trainer. Resume with as many ranks as have written it, or from a checkpoint of an"
+            " epoch's end."
         )
 
 

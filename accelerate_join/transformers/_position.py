@@ -32,15 +32,16 @@ class Position:
     Attributes:
         passes: How often the loader has been gone through before.
         taken: How many steps with a batch of this pass have been made, on the longest rank.
-        share: How much of that epoch was over.
+        share: How much of the epoch that goes on was over.
         rest: What is left for this rank of an epoch that other ranks have begun; `None` unless it goes on.
+        is_at_end: Whether the checkpoint is of an epoch's end, as Trainer counted when it was written.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
         self.passes, self.taken = 0, 0
         self.rest: DataLoaderShard | None = None
-        self.share = 0.0
+        self.share, self.is_at_end = 0.0, False
         self._own, self._before = 0, 0  # of this rank's batches: trained on in this job, and in this deal before it
         self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
         self._loader: DataLoaderShard | None = None
@@ -140,7 +141,9 @@ class Position:
             self._order = Order(drawn_from(loader), place["order"], f" Or {_INSTEAD}.")
             self._before = place["taken"]
             self.rest = rest_of(self._accelerator, loader, self._order, place)
-            self.share = (place["epoch"] or 0) - self.passes
+        if place["epoch"] is not None:
+            self.share = place["epoch"] - self.passes
+            self.is_at_end = self.passes > 0 and abs(self.share) < 1e-9
         return True
 
 

@@ -103,7 +103,7 @@ class StepOperations(ActiveOperations, Participant):
 
 
 class Resized(NamedTuple):
-    """The epoch in which another number of ranks goes on, in this job's steps: as if it had made all of them."""
+    """The epoch in which other ranks, or more data, go on, in this job's steps: as if it had made all of them."""
 
     epoch: int
     before: int  # how many batches come before those that are left
@@ -217,7 +217,7 @@ class Run:
             values: What `Trainer.set_initial_training_values` returns.
 
         Returns:
-            The same, or where another number of ranks has written it what follows for this job.
+            The same, or where its epochs had another number of steps what follows for this job.
 
         Raises:
             UnsupportedError: What they have left is not known.
@@ -227,11 +227,10 @@ class Run:
             return values
         (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
         done, batches, before = _compat.steps_in(folder), len(loader), position.taken
-        if not position.is_resized or (
-            position.rest is None and done == position.passes * per_epoch + before // window
-        ):
-            return values  # these ranks have made all of its steps
-        _compat.check_resizes(self._trainer)
+        has_made_all = position.rest is None and done == position.passes * per_epoch + before // window
+        if has_made_all or not (position.is_resized or position.is_at_end):
+            return values  # these ranks have made all of its steps, in epochs of as many
+        _compat.check_resizes(self._trainer, position.is_resized)
         if position.rest is not None:
             left = max(self.channel.gather(len(position.rest.batch_sampler), of=int))
             share = min(position.share, 1 - 1 / (1 + left))

@@ -32,6 +32,7 @@ from tests.support.other_ranks import (
     own_loader,
 )
 from tests.support.workers import WorkerError, Workers
+from torch_join import UnsupportedError
 
 newer = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 counts epochs by this job's")
 NAMES = ("values", "number")  # of what a batch has
@@ -201,7 +202,12 @@ def resume_with_more(rank: int, folder: str) -> None:
     for job in (0, 1):
         train(rank, chain, job, folder, job > 0)
         dist.barrier()
-    train(rank, more, 2, folder, True)  # from an epoch's end
+    if transformers.__version__ >= "5":
+        seen, _ = train(rank, more, 2, folder, True)  # from an epoch's end
+        assert sum(bool(numbers) for *_, numbers in seen) == 2 * more.lengths[rank]  # the other two, whole
+    else:
+        with pytest.raises(UnsupportedError, match="counts them by this job's number"):
+            train(rank, more, 2, folder, True)
     train(rank, more, 1, folder, True, ignore_data_skip=True)
     train(rank, more, 1, folder, True)
 
