@@ -236,9 +236,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 class _Join(Join):
     """The `Join` that users get; it has no public names besides those of `Join`."""
 
-    def batches(self, loader: Any, *, name: str = "") -> Any:
+    def batches(self, loader: Any, **options: Any) -> Any:
         """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is."""
-        return loader if is_prepared(loader) else super().batches(loader, name=name)
+        return loader if is_prepared(loader) else super().batches(loader, **options)
 
 
 class AcceleratorContext:

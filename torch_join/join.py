@@ -17,6 +17,7 @@ from torch_join._monitor.monitor import JoinMonitor
 from torch_join._participants._torch.joinable import unwrap
 from torch_join._participants.arguments import check_given, check_options, common_group, listed
 from torch_join._participants.options import Options, renamed
+from torch_join._schedule.placeholders import Placeholder
 from torch_join._tail.loop import LoopDriver
 from torch_join.gather_in_order import gather_given
 
@@ -57,6 +58,10 @@ class Join(TorchJoin):
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
             Loops must be over `batches`, and be left on all ranks at the same step.
+        placeholder: What a rank that has run out of batches runs the steps on itself, for models that live on several
+            ranks (experts, pipelines); the loss of such a step counts zero. `"last"`, its last batch; `"rows"`, that
+            without samples (`tensor[:0]`); or a function that gets it and returns what takes its place. A rank that
+            never had a batch takes another's. Nothing is mirrored, nor handed over: every rank makes every call.
         monitor: What measures each loop over `batches` and what uneven inputs cost there: see `JoinMonitor`.
         **hooks: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
@@ -83,6 +88,7 @@ class Join(TorchJoin):
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
+        placeholder: Placeholder | None = None,
         monitor: JoinMonitor | None = None,
         **hooks: Any,
     ) -> None:
@@ -119,10 +125,14 @@ class Join(TorchJoin):
 
     # A DataLoader's own iterator is one of `Any`.
     @overload
-    def batches(self, loader: DataLoader[T], *, name: str = "") -> Iterable[T]: ...
+    def batches(
+        self, loader: DataLoader[T], *, name: str = "", placeholder: Placeholder | None = None
+    ) -> Iterable[T]: ...
     @overload
-    def batches(self, loader: Iterable[T], *, name: str = "") -> Iterable[T]: ...
-    def batches(self, loader: Iterable[T], *, name: str = "") -> Iterable[T]:
+    def batches(
+        self, loader: Iterable[T], *, name: str = "", placeholder: Placeholder | None = None
+    ) -> Iterable[T]: ...
+    def batches(self, loader: Iterable[T], *, name: str = "", placeholder: Placeholder | None = None) -> Iterable[T]:
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
         A length that is certain (of a list, of a `DataLoader` with a sampler of torch's) is exchanged once, and
@@ -131,12 +141,13 @@ class Join(TorchJoin):
         Args:
             loader: This rank's batches, which may be none.
             name: Which loop this is, where an epoch has several: `state_dict` has a place for each name.
+            placeholder: What finished ranks run the steps of this loop on: see `Join`, whose own it takes the place of.
 
         Returns:
-            This rank's batches, to loop over once. It is no iterator: a progress bar that holds it does not keep
-            a loop open that has been left by `break`.
+            This rank's batches, to loop over once; with a placeholder, as many as the longest rank has. It is no
+            iterator: a progress bar that holds it does not keep a loop open that has been left by `break`.
         """
-        return self._driver.batches(loader, name)
+        return self._driver.batches(loader, name, placeholder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks have trained on: where the loop under way, or the last one, goes on in another job.
@@ -195,8 +206,8 @@ class Join(TorchJoin):
         Returns:
             The tensors, stacked, in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
         """
-        members = self._driver.find_members()
-        return gather_active(tensor, members.active, members.group if members.world_size > 1 else None, sync_grads)
+        active, members = self._driver.find_active(), self._driver.members
+        return gather_active(tensor, active, members.group if members.world_size > 1 else None, sync_grads)
 
     def gather(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
         """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
@@ -244,12 +255,12 @@ class Join(TorchJoin):
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of inputs."""
-        return self._driver.find_members().joined
+        return self._driver.members.rank not in self._driver.find_active()
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have an input at the current step."""
-        return self._driver.find_members().active
+        return self._driver.find_active()
 
     @property
     def batch_owner(self) -> int | None:

@@ -69,14 +69,19 @@ class Membership:
         sizes: Callable[[Any], int] = count_samples,
     ) -> None:
         self.group = group
-        self.weighting = weighting
         alone = not dist.is_initialized()  # or `enable=False`
         self.rank = 0 if alone else dist.get_rank(group)
         self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)
         self.world_size = len(self.global_ranks)
-        self.count = counter(weighting, self.name, sizes)
-        self.meets_late = may_break or self.count is not None
+        self._sizes = sizes
+        self.weigh(weighting, may_break)
         self.reset()
+
+    def weigh(self, weighting: Weighting, may_break: bool = False) -> None:
+        """Combine the active ranks' gradients in this way from now on."""
+        self.weighting = weighting
+        self.count = counter(weighting, self.name, self._sizes)
+        self.meets_late = may_break or self.count is not None
 
     def reset(self) -> None:
         """Begin anew, as before the first step."""

@@ -64,6 +64,18 @@ def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.broadcast_buffers and ddp.modules_buffers)
 
 
+def buffers_from(ddp: DistributedDataParallel, choose: Callable[[Sequence[int]], int]) -> AbstractContextManager[None]:
+    """Within, the model's forwards broadcast buffers from a rank of its group that `choose` picks, by global ranks."""
+    own, ranks = ddp._sync_module_buffers, dist.get_process_group_ranks(ddp.process_group)
+    return setting(ddp, _sync_module_buffers=lambda _: own(choose(ranks)))  # type: ignore[no-untyped-call]
+
+
+def sync_buffers(ddp: DistributedDataParallel) -> None:
+    """Broadcast a model's buffers, as its next forward would."""
+    with torch.no_grad():
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
+
+
 def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:
     """Give a model another inner module: `ddp.module = module`, without what `nn.Module` looks at first (10 us)."""
     ddp._modules["module"] = module
@@ -336,7 +348,8 @@ check_names(
     {
         DistributedDataParallel: (
             "mixed_precision modules_buffers parameters_to_ignore reducer static_graph _comm_hooks _has_rebuilt_buckets"
-            " _delay_all_reduce_params _static_graph_delay_allreduce_enqueued _use_python_reducer"
+            " _delay_all_reduce_params _static_graph_delay_allreduce_enqueued _sync_buffers _sync_module_buffers"
+            " _use_python_reducer"
         ),
         dist.Reducer: (
             "prepare_for_backward _check_reducer_finalized _get_local_used_map _get_zeros_like_grad_buckets"

@@ -14,6 +14,7 @@ from torch_join._base.weighting import Weighting, resolve_weighting
 from torch_join._control.channel import TIMEOUT
 from torch_join._handover.audit import Often
 from torch_join._monitor.monitor import JoinMonitor
+from torch_join._schedule.placeholders import Placeholder, check_placeholder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,7 @@ class JoinOptions(TypedDict, total=False):
     hand_over_buffers: bool | None
     backward_collectives: bool
     rebalance: bool
+    placeholder: Placeholder | None
     monitor: JoinMonitor | None
 
 
@@ -46,7 +48,7 @@ class Options:
 
     Raises:
         JoinTypeError: `timeout` is not a time, or `monitor` no `JoinMonitor`.
-        JoinValueError: Something contradicts `rebalance`.
+        JoinValueError: Something contradicts `rebalance`, or `placeholder` is unknown.
     """
 
     enable: bool = True
@@ -59,6 +61,7 @@ class Options:
     hand_over_buffers: bool | None = None
     backward_collectives: bool = False
     rebalance: bool = False
+    placeholder: Placeholder | None = None
     monitor: JoinMonitor | None = None
     hooks: dict[str, Any] = field(default_factory=dict)
 
@@ -84,6 +87,24 @@ class Options:
             raise JoinValueError(
                 "rebalance=True and throw_on_early_termination=True: no rank runs out before the others where batches"
                 " are rebalanced. Leave one of them out."
+            )
+
+        self.check_placeholder(self.placeholder)
+
+    def check_placeholder(self, placeholder: Placeholder | None) -> None:
+        """Raise if finished ranks cannot run `placeholder` with the other options.
+
+        Raises:
+            JoinTypeError: It is no text and no function.
+            JoinValueError: It is another text, or something contradicts it.
+        """
+        if placeholder is None:
+            return
+        check_placeholder(placeholder)
+        if self.rebalance:
+            raise JoinValueError(
+                "placeholder= and rebalance=True: a rank that is given batches of others runs no placeholder. Leave one"
+                " of them out."
             )
 
     @classmethod

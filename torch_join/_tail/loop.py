@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
@@ -20,7 +21,7 @@ from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hy
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import SyncedSteps
-from torch_join._base.weighting import Window
+from torch_join._base.weighting import Window, count_samples, counter
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
 from torch_join._handover.early_exit import EarlyExit
@@ -31,10 +32,12 @@ from torch_join._participants.make_participants import make_participants
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import early_termination
+from torch_join._schedule.placeholders import Placeholder, WeighedLosses
 from torch_join._schedule.plan import Share
 from torch_join._schedule.positions import LoaderPlace
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
+from torch_join._tail.placeholder_loop import PlaceholderReader, Together
 from torch_join._tail.planned import Planned
 from torch_join._tail.position_exchange import PositionExchange
 from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
@@ -81,6 +84,7 @@ class Loop:
         first: The step with which it begins: later than 0 where it is resumed.
         source: Reads this rank's own batches, where these are rebalanced.
         is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
+        losses: Weighs its losses, where finished ranks run placeholders.
         stopwatch: Measures it, where the user has given a monitor.
     """
 
@@ -98,6 +102,7 @@ class Loop:
     first: int = 0
     source: Reader[Any] | None = None
     is_over: bool = False
+    losses: WeighedLosses | None = None
     stopwatch: Stopwatch | None = None
 
 
@@ -135,7 +140,8 @@ class LoopDriver(Driver):
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        self.members = Membership(group, options.weighting, options.may_break)
+        weighs = options.placeholder is None  # else where backwards begin: see `WeighedLosses`
+        self.members = Membership(group, options.weighting if weighs else "world", weighs and options.may_break)
         self.tail = Tail(objects, options)
         self._rebalancing = Rebalancing(self.members, options.rebalance and options.enable)
         self._throws = options.throw_on_early_termination
@@ -187,7 +193,8 @@ class LoopDriver(Driver):
         self.backward_collectives = self._backward_collectives
 
     def _make_participants(self) -> None:
-        self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
+        if self.options.placeholder is None:  # else there is nothing to follow
+            self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
         self.add(partial(PositionExchange, find_place=self._find_place))
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
@@ -317,9 +324,20 @@ class LoopDriver(Driver):
         return Share(self.members.rank, self.step_number)
 
     def find_members(self) -> Membership:
-        """Meet the other ranks, if that was put off; return who is active at the current step."""
+        """Meet the other ranks, if that was put off; return who takes part in the current step."""
         self.meet()
         return self.members
+
+    def find_active(self) -> tuple[int, ...]:
+        """Meet the other ranks, if that was put off; return who has a batch at the current step."""
+        if self._runs_placeholders:
+            return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().active_ranks
+        return self.find_members().active
+
+    @property
+    def _runs_placeholders(self) -> bool:
+        """Whether this rank is in a loop in which finished ranks run placeholders."""
+        return self.in_loop and self._loop is not None and self._loop.losses is not None
 
     def check_together(self, call: str) -> None:
         """Meet the others, if that was put off, before something that takes all ranks.
@@ -333,15 +351,18 @@ class LoopDriver(Driver):
                     f"{call} inside of a `with` whose loop is a plain `for`: a rank that has run out of batches is not"
                     f" known to have come to its end. Loop over join.batches(loader), or call {call} after the `with`."
                 )
-            members = self.find_members()
-            if members.uneven:
+            active, members = self.find_active(), self.members
+            if len(active) < members.world_size:
+                joined = members.named(rank for rank in range(members.world_size) if rank not in active)
                 raise JoinError(
-                    f"{call} in a step that {name_ranks(members.joined_names)} had no batch for. It takes all ranks:"
+                    f"{call} in a step that {name_ranks(joined)} had no batch for. It takes all ranks:"
                     " keep what each step computes in a list, and call it after the loop, to which all ranks come."
                 )
 
     def find_last_step(self) -> bool:
         """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
+        if self._runs_placeholders:
+            return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().is_last_step
         if not (self.in_loop and self._loop is not None and self._loop.schedule.presumes_all):  # else it is planned
             self.meet()
         return self.step.is_last
@@ -398,6 +419,8 @@ class LoopDriver(Driver):
 
     def is_amid_window(self) -> bool | None:
         """Whether this rank holds gradients of an accumulation that has begun; `None` where nobody can tell yet."""
+        if self._loop is not None and self._loop.losses is not None:
+            return self._loop.losses.holds_gradients
         models = self.tail_log.models()
         said = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
         return True in said or (None if None in said else False)
@@ -415,12 +438,13 @@ class LoopDriver(Driver):
 
     # ------------------------------------------------------------ a loop over batches
 
-    def batches(self, loader: Iterable[T], name: str = "") -> Iterable[T]:
-        return Batches(partial(self._begin_later, name=name), loader)
+    def batches(self, loader: Iterable[T], name: str = "", placeholder: Placeholder | None = None) -> Iterable[T]:
+        self.options.check_placeholder(placeholder)
+        return Batches(partial(self._begin_later, name=name, placeholder=placeholder), loader)
 
-    def _begin_later(self, loader: Iterable[T], name: str) -> Iterator[T]:
+    def _begin_later(self, loader: Iterable[T], name: str, placeholder: Placeholder | None) -> Iterator[T]:
         """Go through `loader` from the first `next` on, or from where it should have come to that."""
-        go_through = partial(self.go_through, loader, name=name)
+        go_through = partial(self.go_through, loader, name=name, placeholder=placeholder)
         ticket = None
         if self.options.enable:
             # Only who has no batch may be right never to ask for one.
@@ -457,6 +481,7 @@ class LoopDriver(Driver):
         reader_of: Callable[[Iterable[T]], Reader[T]] = Reader,
         asks: bool = True,
         name: str | None = None,
+        placeholder: Placeholder | None = None,
     ) -> Iterator[T]:
         if not self.options.enable:
             if self.place is not Place.LOOP:
@@ -488,11 +513,16 @@ class LoopDriver(Driver):
             self._measure(alone)
             return
         with self._telling:
-            loop = self._begin_loop(loader, reader_of, asks and self.asks, name)
+            loop = self._begin_loop(
+                loader, reader_of, asks and self.asks, name, placeholder or self.options.placeholder
+            )
         if loop is None:
             return
         has_models = bool(self.tail_log.models())
+        around = ExitStack()
         try:
+            if loop.losses is not None:
+                around.enter_context(loop.losses.entered())
             while True:
                 with self._telling:
                     if not self._begin_step(loop, loop.schedule):
@@ -500,18 +530,21 @@ class LoopDriver(Driver):
                     loop.stepped = not has_models
                     batch = loop.reader.take()
                     self.tail_log.in_window = type(batch) is Window
-                if loop.stopwatch is not None:
-                    loop.stopwatch.take()
+                measures = loop.stopwatch is not None and not (loop.losses is not None and loop.losses.joined)
+                if measures:
+                    loop.stopwatch.take()  # type: ignore[union-attr]
                 yield batch
-                if loop.stopwatch is not None:
-                    loop.stopwatch.ask()
+                if measures:
+                    loop.stopwatch.ask()  # type: ignore[union-attr]
                 loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                 if not self._is_in(loop):
                     if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
                 self.step_number += 1
+            self._end_losses(loop)
         except GeneratorExit:
+            around.close()
             on_purpose = is_left_on_purpose()
             if self._is_in(loop) and on_purpose and self._is_at_end(loop):
                 self._go_through_end(loop)
@@ -521,6 +554,7 @@ class LoopDriver(Driver):
                 loop.stopwatch = None
             raise
         finally:
+            around.close()
             if self._is_in(loop):
                 self._finish_loop()
         self._measure(loop)
@@ -538,7 +572,12 @@ class LoopDriver(Driver):
         return first, positions.reader
 
     def _begin_loop(
-        self, loader: Iterable[Any], reader_of: Callable[[Iterable[Any]], Reader[Any]], asks: bool, name: str | None
+        self,
+        loader: Iterable[Any],
+        reader_of: Callable[[Iterable[Any]], Reader[Any]],
+        asks: bool,
+        name: str | None,
+        placeholder: Placeholder | None,
     ) -> Loop | None:
         """Begin a loop; all ranks meet. Return `None` if nobody goes through it."""
         _nesting.check_entered(self)
@@ -555,7 +594,8 @@ class LoopDriver(Driver):
         how = _ASKS if asks else _UNASKED if reader.has_next() else _EMPTY
         given = self.tail.given if self.begins_with_loop else []
         length, dealt_samples = reader.certain_length(), reader.dealt_samples
-        begin = length, hyperparameters(self.given), how, given, first, name or "", dealt_samples
+        called = (name or "") + (" with placeholders" if placeholder is not None else "")
+        begin = length, hyperparameters(self.given), how, given, first, called, dealt_samples
         said = self.tail_log.channel.gather(begin, of=_BEGIN)
         lengths, hyper, ways, everyone, steps, loops, dealt = zip(*said, strict=True)
         if self.begins_with_loop:
@@ -570,16 +610,22 @@ class LoopDriver(Driver):
             self.tail.reads.forget()
         self.tail.early_exit, self._unasked = self._unasked, None
         rebalances = self._rebalancing.enabled
-        refused = (_UNASKED, _EMPTY) if rebalances else (_UNASKED,)  # with none, it is to be given some
+        # With none, it is to be given some.
+        refused = (_UNASKED, _EMPTY) if rebalances or placeholder is not None else (_UNASKED,)
         _nesting.refuse_unasked(self.members.named(rank for rank, way in enumerate(ways) if way in refused))
+        if placeholder is not None:
+            self.members.weigh("world")
         if self.members.meets_late:
             self.tail_log.tap.install()
         given_bytes = self._rebalancing.nbytes  # before the first batches are
-        loop.schedule = self._choose_schedule(loop, lengths)
+        if placeholder is None:
+            loop.schedule = self._choose_schedule(loop, lengths)
+        else:
+            loop.schedule = self._choose_placeholders(loop, lengths, placeholder)
         self.place, self.step_number = Place.LOOP, loop.first
         self._steps.forget()
         mine = lengths[self.members.rank] or 0
-        if asks and any(length is None or length > mine for length in lengths):
+        if asks and placeholder is None and any(length is None or length > mine for length in lengths):
             self.tail.note(at_last=False)
         self.tail_log.parting.begin_loop(self.tail_log.channel)
         self.tail_log.synced = SyncedSteps()
@@ -628,6 +674,28 @@ class LoopDriver(Driver):
         if known is None:
             return EachBatch(self.step, loop.reader, self.members)
         return Certain(self.step, loop.reader, self.tail_log, known, self._throws, loop.first)
+
+    def _choose_placeholders(self, loop: Loop, lengths: Sequence[int | None], placeholder: Placeholder) -> Schedule:
+        options, members = self.options, self.members
+        models = [thing for thing in self.given if isinstance(thing, nn.Module)]
+        optimizers = [inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None]
+        loop.losses = WeighedLosses(options.weighting, members.rank, members.world_size, models, optimizers)
+        known = None if options.may_break or None in lengths else cast(list[int], [*lengths])
+        count = counter(options.weighting, members.name, count_samples)
+        throws = options.throw_on_early_termination
+        loop.source = loop.reader
+        loop.reader = reader = PlaceholderReader(
+            loop.source, placeholder, loop.losses, self.tail_log, known, count, loop.first, throws
+        )
+        if known is None:
+            return Together(self.step, reader, self.tail_log)
+        return Certain(self.step, reader, self.tail_log, [max(known)] * members.world_size, False, loop.first)
+
+    def _end_losses(self, loop: Loop) -> None:
+        """End a loop in which finished ranks ran placeholders; all ranks call this."""
+        if loop.losses is not None:
+            loop.losses.end()
+            self.tail_log.channel.before_meeting = lambda: None
 
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
@@ -705,6 +773,7 @@ class LoopDriver(Driver):
             raise
         if not self.members.last_joiner:
             self.tail.reads.warn(self.members.name)
+        self._end_losses(loop)
         self._finish_loop()
         self._measure(loop)
 
@@ -736,6 +805,8 @@ class LoopDriver(Driver):
             with self._telling:
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
+        if loop is not None and loop.losses is not None and self.options.placeholder is None:
+            self.members.weigh(self.options.weighting, self.options.may_break)
         self._steps.forget()
         if not self.members.announces:
             self.tail_log.tap.remove()

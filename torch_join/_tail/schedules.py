@@ -130,11 +130,15 @@ class Certain(Schedule):
             return  # all know, and throw
         has_next = self._reader.has_next()
         if has_next != (step < self._mine):
-            does = "goes on after that" if has_next else f"ended after {step} batches"
-            raise JoinValueError(
-                f"The loader of rank {self._tail_log.members.name} said its length was {self._mine} and {does}, which"
-                " the other ranks cannot know in time. Mend what it draws from, do not change it in the loop, or use"
-                " Join(..., may_break=True)."
-            )
+            raise wrong_length(self._tail_log.members.name, self._mine, step, has_next)
         if step % 2:
             raise_any(self._tail_log.channel.failure())
+
+
+def wrong_length(rank: int, length: int, step: int, goes_on: bool) -> JoinValueError:
+    """Return the error of a loader whose length, which is certain, proves wrong at a step."""
+    does = "goes on after that" if goes_on else f"ended after {step} batches"
+    return JoinValueError(
+        f"The loader of rank {rank} said its length was {length} and {does}, which the other ranks cannot know in time."
+        " Mend what it draws from, do not change it in the loop, or use Join(..., may_break=True)."
+    )

@@ -1,0 +1,236 @@
+"""Steps that a finished rank runs itself, on a placeholder: what takes a batch's place, and what its loss counts.
+
+A model that lives on several ranks (experts, sharded embeddings, pipelines) needs all of them in each step: a finished
+rank holds parameters that the others' samples run through. So nothing is mirrored. Every rank makes every call, and
+the loss of a placeholder counts zero where its backward begins. Not where gradients reach the parameters: those of an
+expert on a finished rank are of the others' tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from torch_join._base.attributes import setting
+from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError, UnsupportedError
+from torch_join._base.weighting import Weighting, Window, loss_factor
+from torch_join._compat import ddp as _compat
+from torch_join._compat.operators import in_backward
+from torch_join._schedule.active_ranks import ReadStep
+
+_Name = Literal["last", "rows"]
+Placeholder: TypeAlias = _Name | Callable[[Any], Any]  # gets the rank's last batch
+
+
+def check_placeholder(placeholder: Any) -> None:
+    """Raise if `placeholder` is none.
+
+    Raises:
+        JoinTypeError: It is no text and no function.
+        JoinValueError: It is another text.
+    """
+    names = " or ".join(map(repr, get_args(_Name)))
+    if isinstance(placeholder, str) and placeholder not in get_args(_Name):
+        raise JoinValueError(f"placeholder={placeholder!r} is unknown. Use {names}, or a function of a batch.")
+    if not (isinstance(placeholder, str) or callable(placeholder)):
+        raise JoinTypeError(f"placeholder is {names}, or a function of a batch, not {placeholder!r}.")
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same form that has no samples: of each tensor `tensor[:0]`, and empty lists of objects."""
+    if isinstance(batch, Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        parts = {key: without_rows(each) for key, each in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if isinstance(batch, tuple):
+        rest = [without_rows(each) for each in batch]
+        return type(batch)(*rest) if hasattr(batch, "_fields") else type(batch)(rest)
+    if isinstance(batch, list):
+        nested = isinstance(batch, Window) or any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in batch)
+        return type(batch)(map(without_rows, batch)) if nested else []
+    return batch
+
+
+def make_placeholder(kind: Placeholder, last: Any) -> Any:
+    """Return what takes the place of a batch, on a rank whose last one was this."""
+    if callable(kind):
+        return kind(last)
+    return last if kind == "last" else without_rows(last)
+
+
+class WeighedLosses:
+    """Weighs losses where their backwards begin, in loops in which finished ranks run placeholders.
+
+    Args:
+        weighting: How the gradients of the active ranks are combined.
+        rank: This rank.
+        world_size: The number of ranks.
+        models: What is of the data and not of the gradient is kept from placeholders in these.
+        optimizers: Those that step with the gradients.
+
+    Attributes:
+        step: Returns who has a batch in the current step, and what it counts; waits for the others to say.
+        number: Of the current step.
+        joined: Whether this rank has no batch in it; known without waiting.
+        holds_gradients: Whether there was a backward since the last step of these; `None`: nobody knows, without any.
+        reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
+    """
+
+    def __init__(
+        self,
+        weighting: Weighting,
+        rank: int,
+        world_size: int,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._weighting, self._rank, self._world_size = weighting, rank, world_size
+        self._models, self._optimizers = models, optimizers
+        self.step: Callable[[], ReadStep | None] = lambda: None
+        self.number, self.joined = 0, False
+        self.holds_gradients: bool | None = False
+        self.reads_ahead = False
+        self._forward_in: int | None = None  # the step of the last forward of a model that was given
+        self._has_rows = False
+        self._held = ExitStack()  # statistics, while this rank has no batch
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put around a loop."""
+        self.holds_gradients = self.reads_ahead = False
+        self._forward_in, self._own_backward = None, torch.autograd.backward
+        with ExitStack() as stack:
+            stack.enter_context(setting(torch.autograd, backward=self._backward))
+            stack.enter_context(self._held)
+            for model in self._models:
+                stack.callback(model.register_forward_pre_hook(self._before_forward).remove)
+                stack.callback(model.register_forward_hook(self._after_forward).remove)
+            stack.enter_context(self._buffers_from_leader())
+            for optimizer in self._optimizers:
+                stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            yield
+
+    def begin(self, number: int, joined: bool, batch: Any) -> None:
+        """Go on to a step, with this batch or placeholder.
+
+        Raises:
+            UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
+        """
+        self.reads_ahead = self.reads_ahead or (number > self.number and self._forward_in is None)
+        if joined and not self.joined:
+            self._hold_statistics()
+        self.number, self.joined = number, joined
+        self._has_rows = joined and any(isinstance(t, Tensor) and t.ndim and len(t) for t in tree_leaves(batch))
+        if self._has_rows and any(isinstance(m, nn.SyncBatchNorm) for model in self._models for m in model.modules()):
+            raise UnsupportedError(
+                "SyncBatchNorm normalizes all ranks' samples by the statistics of all, and a placeholder with rows"
+                " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
+            )
+
+    def end(self) -> None:
+        """Give all ranks the buffers that DDP would have broadcast next, if a finished rank is the one that does.
+
+        All ranks call this.
+        """
+        if (step := self.step()) is not None and len(step.active_ranks) < self._world_size:
+            with self._buffers_from_leader() as models:
+                for model in models:
+                    _compat.sync_buffers(model)
+
+    @property
+    def factor(self) -> float:
+        """What this rank's loss counts times, where gradients are averaged over all ranks."""
+        if self.joined:
+            return 0.0
+        if self._weighting == "world" or (step := self.step()) is None:
+            return 1.0
+        return loss_factor(self._weighting, self._world_size, len(step.active_ranks), step.counted, step.total)
+
+    # ------------------------------------------------------------ hooks
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Begin a loss's backward with the factor: a loss is a root that no gradient is given for.
+
+        A backward within another one (of reentrant checkpointing) and roots with gradients (of earlier pipeline stages)
+        go on with gradients that are weighted already.
+        """
+        if not in_backward():
+            self.holds_gradients = True if self._optimizers else None
+            if (factor := self.factor) != 1.0:
+                self._check_order()
+                tensors = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else [*tensors]
+                given = (
+                    [grad_tensors] if isinstance(grad_tensors, Tensor) else [*(grad_tensors or [None] * len(tensors))]
+                )
+                grad_tensors = [_first_gradient(*each, factor) for each in zip(tensors, given, strict=True)]
+        self._own_backward(tensors, grad_tensors, *args, **kwargs)
+
+    def _check_order(self) -> None:
+        if self._models and (self.reads_ahead or self._forward_in not in (None, self.number)):
+            raise JoinError(
+                f"A backward in step {self.number} is of a forward before that step's batch was asked for (a prefetcher"
+                " around the loop, a batch that is fetched between forward and backward), so that nobody can tell what"
+                " its loss counts. Put what reads ahead inside: join.batches(prefetcher(loader)); and ask for the next"
+                " batch after the backward."
+            )
+
+    def _before_forward(self, *_: Any) -> None:
+        self._forward_in = self.number
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._has_rows and torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_check_gradient)  # type: ignore[no-untyped-call]
+
+    def _after_step(self, *_: Any) -> None:
+        self.holds_gradients = False
+
+    @contextmanager
+    def _buffers_from_leader(self) -> Iterator[list[DistributedDataParallel]]:
+        found = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        found = [each for each in found if _compat.broadcasts_buffers(each)]
+        with ExitStack() as stack:
+            for model in found:
+                stack.enter_context(_compat.buffers_from(model, self._leader))
+            yield found
+
+    def _leader(self, ranks: Sequence[int]) -> int:
+        """Return which of some ranks has a batch, and the lowest number of all that do."""
+        step = self.step()
+        return 0 if step is None else next((place for place, rank in enumerate(ranks) if rank in step.active_ranks), 0)
+
+    def _hold_statistics(self) -> None:
+        """Keep running statistics as they are: without a batch there is nothing to add to them."""
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+                    self._held.enter_context(setting(module, track_running_stats=False))
+
+
+def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | None:
+    if given is not None:
+        return given
+    if not isinstance(root, Tensor):
+        raise UnsupportedError(
+            "A backward from a GradientEdge, with placeholder=: give it a gradient, or use the tensor."
+        )
+    if root.numel() != 1:
+        return None  # torch raises
+    return torch.full_like(root, factor)
+
+
+def _check_gradient(gradient: Tensor) -> None:
+    if gradient.isnan().any():
+        raise JoinError(
+            "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN), which would reach"
+            " all ranks through what they compute together: the placeholder has a NaN in it, or the loss divides by how"
+            " much in it is not masked. Return other values, or divide by `max(count, 1)`."
+        )
