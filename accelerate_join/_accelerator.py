@@ -74,7 +74,6 @@ class _InContext:
     wait_for_everyone = _own("wait_for_everyone", Operations.naming_failures)
     check_trigger = _own("check_trigger", Operations.naming_failures)
 
-    print = _own("print", Operations.acting_for_main_process)
     save = _own("save", Operations.acting_for_main_process)
 
     prepare = _own("prepare")
@@ -84,6 +83,7 @@ class _InContext:
     save_state = _operation("save_state")
     load_state = _operation("load_state")
     log = _operation("log")
+    print = _operation("print")
     save_model = _operation("save_model")
     get_state_dict = _operation("get_state_dict")
 

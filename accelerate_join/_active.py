@@ -69,6 +69,8 @@ class ActiveOperations:
             return data
         tensors = [tensor.detach()[None] if tensor.ndim == 0 else tensor.detach() for tensor in tensors]
         self.before_gather("accelerator.gather")
+        if self.members.rank not in self.active:  # it runs a placeholder
+            tensors = [tensor[:0] for tensor in tensors]
         # A rank that has joined takes part with no rows of these.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
         with self.tail_log.own_collectives():
@@ -89,15 +91,21 @@ class ActiveOperations:
         """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
         if self.are_over():
             return own(data, src=src)
-        return own(data, src=src if src in self.active else self.members.leader)
+        return own(data, src=src if src in self.active else self.active[0])
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Reduce over the active ranks: others add nothing, and do not count in a mean."""
         world_size = self.members.world_size
         count = world_size if self.are_over() else len(self.active)
-        if reduction != "mean" or count == world_size:
+        if count == world_size:
             return own(tensor, reduction, scale)
-        return recursively_apply(lambda total: total.div_(count), own(tensor, "sum", scale))
+        if reduction != "mean":
+            return own(self._counted(tensor), reduction, scale)
+        return recursively_apply(lambda total: total.div_(count), own(self._counted(tensor), "sum", scale))
+
+    def _counted(self, tensor: Any) -> Any:
+        """Return what this rank adds to a sum: zeros, where it runs a placeholder."""
+        return tensor if self.members.rank in self.active else recursively_apply(torch.zeros_like, tensor)
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == "gather":

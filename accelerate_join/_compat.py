@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import accelerate
 import torch
-from accelerate.state import PartialState
+from accelerate.state import GradientState, PartialState
 from accelerate.utils import operations
 from torch.nn.parallel import DistributedDataParallel
 
@@ -188,6 +188,17 @@ def acting_for_main() -> AbstractContextManager[None]:
     return setting(PartialState(), process_index=0, local_process_index=0)
 
 
+@contextmanager
+def active_loader(loader: Any) -> Iterator[None]:
+    """Within, Accelerate asks `loader` whether it has come to its end."""
+    state = GradientState()
+    state._add_dataloader(loader)
+    try:
+        yield
+    finally:
+        state._remove_dataloader(loader)
+
+
 check_names(
     "accelerate",
     SEEN,
@@ -195,6 +206,7 @@ check_names(
         accelerate.Accelerator: "_custom_objects _dataloaders _models _optimizers _schedulers",
         accelerate.optimizer.AcceleratedOptimizer: "_is_overflow",
         operations: "_gpu_broadcast _gpu_gather _gpu_gather_object reduce",
+        GradientState: "_add_dataloader _remove_dataloader",
         PartialState: "local_process_index process_index",
     },
 )

@@ -3,14 +3,13 @@
 `tests/transformers/test_compat.py` notices when one of them goes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import transformers
 import transformers.trainer as hf
-from accelerate.state import GradientState
 from transformers.trainer_pt_utils import find_batch_size
 
 from torch_join import UnsupportedError
@@ -95,17 +94,6 @@ def refuse_to_resize(folder: str, world_size: int) -> None:
         )
 
 
-@contextmanager
-def active_loader(loader: Any) -> Iterator[None]:
-    """Within, Accelerate asks `loader` whether it has come to its end."""
-    state = GradientState()
-    state._add_dataloader(loader)
-    try:
-        yield
-    finally:
-        state._remove_dataloader(loader)
-
-
 check_names(
     "transformers",
     SEEN,
@@ -113,6 +101,5 @@ check_names(
         hf: "skip_first_batches",
         hf.Trainer: "_inner_training_loop _maybe_log_save_evaluate _get_num_items_in_batch set_initial_training_values"
         " _get_train_sampler _get_eval_sampler _save_rng_state",
-        GradientState: "_add_dataloader _remove_dataloader",
     },
 )

@@ -288,7 +288,7 @@ class AcceleratorContext:
         if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
-            counts = self._driver.members.count is not None
+            counts = self._driver.counts
             gives = self._driver.options.rebalance
             readers: list[Any] = []  # the loop's
 
@@ -298,9 +298,13 @@ class AcceleratorContext:
             begun = _positions.going_through(self._accelerator, loader, own_iter, trained_on, gives)
             with begun as (own, iterate, is_at_end, note_batch):
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
-                    note_batch()
                     readers = readers or [self._driver.reader]
-                    yield batch
+                    if self._driver.in_placeholder:
+                        with _compat.active_loader(loader):  # as for a rank with a batch
+                            yield batch
+                    else:
+                        note_batch()
+                        yield batch
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""

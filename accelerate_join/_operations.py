@@ -69,7 +69,7 @@ class Operations(ActiveOperations, Participant):
 
     @property
     def active(self) -> Sequence[int]:
-        return self.driver.find_members().active
+        return self.driver.find_active()
 
     def are_over(self) -> bool:
         return own_loops.finish(self._accelerator)
@@ -90,7 +90,13 @@ class Operations(ActiveOperations, Participant):
         """Log on the main process, with the values of the lowest active rank if it has joined."""
         if self.driver.find_main_joined():
             self.announce_open(_CALL, ("log", args, kwargs))
+        args, kwargs = self.driver.of_leader((args, kwargs))
         self._call("log", args, kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process, what the lowest active rank has if it has joined."""
+        with self.acting_for_main_process():
+            self._type.print(self._accelerator, *self.driver.of_leader([str(each) for each in args]), **kwargs)
 
     def log_epoch(self, values: dict[str, float], _: int) -> None:
         """Log what a monitor says of a loop that has ended, without a step; all ranks call this.

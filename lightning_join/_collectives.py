@@ -32,6 +32,16 @@ class ActiveCollectives:
         with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
             cls.__signature__ = whole_signature(cls, ActiveCollectives)  # type: ignore[attr-defined]
 
+    @property
+    def all_call(self) -> bool:
+        """Whether ranks without a batch make each call too, on a placeholder."""
+        return False
+
+    @property
+    def in_placeholder(self) -> bool:
+        """Whether this rank is one of them."""
+        return False
+
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         raise NotImplementedError
@@ -78,7 +88,7 @@ class ActiveCollectives:
         Raises:
             UnsupportedError: The ranks' tensors differ in more than their number of rows.
         """
-        tensor = tensor.detach()
+        tensor = tensor.detach()[:0] if self.in_placeholder else tensor.detach()
         shapes = self._shapes_of_all(tensor)
         rows = [shape[0] for shape in shapes.values()]
         if any(shape[1:] != [*tensor.shape[1:]] for shape in shapes.values()):
@@ -94,9 +104,9 @@ class ActiveCollectives:
         if not self.options.enable or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
         if (channel := self.meets_over) is not None:
-            among = None if ranks is None else (f"shapes/{channel.records}", ranks)
+            among = None if ranks is None or self.all_call else (f"shapes/{channel.records}", ranks)
             found = channel.gather(mine, of=list[int], among=among)
-            return dict(zip(range(len(found)) if ranks is None else sorted(ranks), found, strict=True))
+            return dict(zip(range(len(found)) if among is None else sorted(among[1]), found, strict=True))
         padded = torch.tensor([len(mine), *mine, *[0] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS], device=self.root_device)
         everyone = super().all_gather(padded)  # type: ignore[misc]
         return {rank: each[1 : 1 + each[0]] for rank, each in enumerate(everyone.tolist())}
@@ -114,6 +124,7 @@ class ActiveCollectives:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         own = super().reduce_boolean_decision  # type: ignore[misc]
+        decision = all if self.in_placeholder else decision
         found: bool = (
             own(decision, all) if self.find_step_ranks() is None or not all else not own(not decision, all=False)
         )

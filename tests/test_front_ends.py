@@ -1,5 +1,6 @@
 """One run, or one fault of a user's, on every front end: to test a feature or a check on all of them takes a line."""
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,9 @@ RUNS = {
     "rank 0 joins first": Run((1, 4, 2), epochs=2, optimizer="sgd", weighting="samples", ragged=True, accumulate=2),
 }
 
+# Finished ranks run the step themselves.
+PLACEHOLDERS = Run((1, 4, 0), epochs=2, optimizer="sgd", weighting="samples", ragged=True, clip=0.1, placeholder="last")
+
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", RUNS)
@@ -28,6 +32,16 @@ def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: s
     assert all(same_bits(mine, ranks[0]) for mine in ranks)
     # An engine of DeepSpeed computes in float32.
     assert difference(ranks[0], reference(RUNS[name]).parameters) < (1e-4 if front_end == "deepspeed" else TOLERANCE)
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("front_end", ["plain", "fabric", "accelerate"])
+def test_a_finished_rank_may_run_the_step_itself(workers: Workers, front_end: str, iterable: bool) -> None:
+    run = dataclasses.replace(PLACEHOLDERS, iterable=iterable)
+    module = importlib.import_module(f"tests.support.front_ends.{front_end}")
+    ranks: list[Any] = workers.run(3, module.parameters, run, deadline=90.0)
+    assert all(same_bits(mine, ranks[0]) for mine in ranks)
+    assert difference(ranks[0], reference(run).parameters) < TOLERANCE
 
 
 OF_OWN_LOOPS = ("plain", "sharded", "fabric", "accelerate")

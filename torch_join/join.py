@@ -209,6 +209,20 @@ class Join(TorchJoin):
         active, members = self._driver.find_active(), self._driver.members
         return gather_active(tensor, active, members.group if members.world_size > 1 else None, sync_grads)
 
+    def weigh(self, value: Tensor) -> Tensor:
+        """Return a value times what this rank's loss counts in a step, in a loop with a placeholder.
+
+        For what ranks decide by together: the sum of all ranks' is the weighted mean loss, times the number of ranks.
+        It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
+
+        Args:
+            value: Of any shape, without a backward: a loss that is detached, or `grad_outputs` of `autograd.grad`.
+
+        Raises:
+            JoinError: It has a backward; or the loop has no placeholder.
+        """
+        return self._driver.weigh(value)
+
     def gather(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
         """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
 
@@ -240,6 +254,8 @@ class Join(TorchJoin):
             JoinError: Some rank has run out of batches, and others have not.
         """
         self._driver.check_together("join.gather")
+        if indices is None:
+            self._driver.check_rows(rows)
         members = self._driver.members
         return gather_given(rows, indices, members.group, rank)
 

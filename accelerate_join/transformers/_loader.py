@@ -12,7 +12,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join._compat import without_none
+from accelerate_join._compat import active_loader, without_none
 from accelerate_join._loaders import PreparedReader, length_of
 from torch_join import UnsupportedError
 from torch_join.integration import EvenedLoader as CoreEvenedLoader
@@ -92,7 +92,7 @@ class EvenedLoader(CoreEvenedLoader):
         return PreparedReader(without_none(type(self.loader).__iter__), counts, False, self.loader)
 
     def around(self) -> AbstractContextManager[None]:
-        return _compat.active_loader(self)  # Accelerate's own loader has begun: ours comes after it
+        return active_loader(self)  # Accelerate's own loader has begun: ours comes after it
 
     def moved(self, batch: Any, device: torch.device | str) -> Any:
         return send_to_device(batch, device)

@@ -25,6 +25,7 @@ from torch_join.integration import (
     LoopDriver,
     ModelShadow,
     Options,
+    Placeholder,
     driver_of,
     gather_given,
     gather_objects,
@@ -84,6 +85,7 @@ class Joins:
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
         rebalance: bool = False,
+        placeholder: Placeholder | None = None,
         monitor: JoinMonitor | None = None,
         **kwargs: Any,
     ) -> None:
@@ -107,12 +109,12 @@ class Joins:
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that have a batch at the current step."""
-        return tuple(range(self.world_size)) if self._driver is None else self._driver.find_members().active
+        return tuple(range(self.world_size)) if self._driver is None else self._driver.find_active()
 
     @property
     def joined(self) -> bool:
         """Whether this rank has run out of batches, in the current loop."""
-        return self._driver is not None and self._driver.find_members().joined
+        return self._driver is not None and self._driver.members.rank not in self._driver.find_active()
 
     @property
     def at_last_step(self) -> bool:
@@ -315,7 +317,7 @@ class Joins:
 
     def _check_nested(self, driver: LoopDriver) -> None:
         certain = driver.certain_lengths
-        uneven = driver.find_members().uneven
+        uneven = len(driver.find_active()) < self.world_size
         if uneven or (certain is not None and min(certain) != max(certain)):
             how = "have run out" if uneven else "will run out"
             raise JoinError(
@@ -364,7 +366,21 @@ class Joins:
         if self._within is not None and self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after that loop.")
-        return None if self.find_tail() is None else self.active_ranks
+        return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
+
+    def find_placeholders(self) -> Operations | None:
+        """Return what takes part in a step in which some ranks run placeholders, and make all calls; or `None`."""
+        found = self._operations
+        runs = found is not None and found.driver.runs_placeholders and len(self.active_ranks) < self.world_size
+        return found if runs else None
+
+    @property
+    def all_call(self) -> bool:
+        return self._driver is not None and self._driver.runs_placeholders
+
+    @property
+    def in_placeholder(self) -> bool:
+        return self._driver is not None and self._driver.in_placeholder
 
     @property
     def meets_over(self) -> Channel | None:
@@ -374,6 +390,8 @@ class Joins:
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         ranks = self.find_step_ranks()
         own = super().all_reduce  # type: ignore[misc]
+        if self.in_placeholder and isinstance(tensor, Tensor):
+            tensor.zero_()
         if ranks is None or not is_mean(reduce_op) or not isinstance(tensor, Tensor):
             return own(tensor, group, reduce_op)
         total = own(tensor, group, "sum")

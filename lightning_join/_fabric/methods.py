@@ -49,7 +49,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy: object = fabric.strategy
-        tail = strategy.find_tail() if isinstance(strategy, Joins) else None
+        tail = (strategy.find_tail() or strategy.find_placeholders()) if isinstance(strategy, Joins) else None
         return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
 
     return method
@@ -63,7 +63,7 @@ def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: 
     if tail.driver.find_acting_main():
         print(*args, **kwargs)
     else:
-        own(fabric, *args, **kwargs)
+        own(fabric, *tail.driver.of_leader([str(each) for each in args]), **kwargs)
 
 
 def _log_dict(
@@ -71,7 +71,7 @@ def _log_dict(
 ) -> None:
     if tail.driver.find_main_joined():
         tail.log(dict(convert_tensors_to_scalars(metrics)), step)
-    own(fabric, metrics, step)
+    own(fabric, tail.driver.of_leader(dict(convert_tensors_to_scalars(metrics))), step)
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,9 @@ def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: A
         own(fabric, *args, **kwargs)
 
 
-def _refuse(*_: Any, **__: Any) -> None:
+def _refuse(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
+    if tail.driver.runs_placeholders:
+        return own(fabric, *args, **kwargs)
     raise UnsupportedError(
         "fabric.rank_zero_first in a step that some rank does not have: it makes a process group, to which all ranks"
         " must come. Do this before the loop."

@@ -80,6 +80,7 @@ class Run:
     iterable: bool = False  # without a length
     may_break: bool = False
     rebalance: bool = False
+    placeholder: Any = None
     evaluation: str | None = None  # after each epoch, and how
     limit: int | float | None = None  # batches of a rank in an epoch
     max_steps: int = -1

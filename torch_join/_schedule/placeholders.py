@@ -74,12 +74,14 @@ class WeighedLosses:
         world_size: The number of ranks.
         models: What is of the data and not of the gradient is kept from placeholders in these.
         optimizers: Those that step with the gradients.
+        number: Of the loop's first step.
 
     Attributes:
         step: Returns who has a batch in the current step, and what it counts; waits for the others to say.
         number: Of the current step.
         joined: Whether this rank has no batch in it; known without waiting.
         holds_gradients: Whether there was a backward since the last step of these; `None`: nobody knows, without any.
+        before: Who had a batch in the step before.
         reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
     """
 
@@ -90,11 +92,13 @@ class WeighedLosses:
         world_size: int,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        number: int,
     ) -> None:
         self._weighting, self._rank, self._world_size = weighting, rank, world_size
-        self._models, self._optimizers = models, optimizers
+        self._given_models, self._given_optimizers = models, optimizers
         self.step: Callable[[], ReadStep | None] = lambda: None
-        self.number, self.joined = 0, False
+        self.number, self.joined = number, False
+        self.before: Sequence[int] = range(world_size)
         self.holds_gradients: bool | None = False
         self.reads_ahead = False
         self._forward_in: int | None = None  # the step of the last forward of a model that was given
@@ -109,11 +113,11 @@ class WeighedLosses:
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
             stack.enter_context(self._held)
-            for model in self._models:
+            for model in self._given_models:
                 stack.callback(model.register_forward_pre_hook(self._before_forward).remove)
                 stack.callback(model.register_forward_hook(self._after_forward).remove)
             stack.enter_context(self._buffers_from_leader())
-            for optimizer in self._optimizers:
+            for optimizer in self._given_optimizers:
                 stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
             yield
 
@@ -123,23 +127,33 @@ class WeighedLosses:
         Raises:
             UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
         """
-        self.reads_ahead = self.reads_ahead or (number > self.number and self._forward_in is None)
+        self.reads_ahead = self.reads_ahead or (
+            bool(self._given_models) and number > self.number and self._forward_in is None
+        )
         if joined and not self.joined:
             self._hold_statistics()
         self.number, self.joined = number, joined
         self._has_rows = joined and any(isinstance(t, Tensor) and t.ndim and len(t) for t in tree_leaves(batch))
-        if self._has_rows and any(isinstance(m, nn.SyncBatchNorm) for model in self._models for m in model.modules()):
+        if self._has_rows and any(
+            isinstance(m, nn.SyncBatchNorm) for model in self._given_models for m in model.modules()
+        ):
             raise UnsupportedError(
                 "SyncBatchNorm normalizes all ranks' samples by the statistics of all, and a placeholder with rows"
                 " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
             )
 
     def end(self) -> None:
-        """Give all ranks the buffers that DDP would have broadcast next, if a finished rank is the one that does.
+        """Give all ranks the buffers of the lowest one with a last batch, which DDP broadcasts; all ranks call this.
 
-        All ranks call this.
+        Raises:
+            JoinError: The last batch is yet to be trained on.
         """
-        if (step := self.step()) is not None and len(step.active_ranks) < self._world_size:
+        if (step := self.step()) is not None:
+            self.before = step.active_ranks or self.before
+        is_uneven = len(self.before) < self._world_size
+        if self.reads_ahead and self._forward_in != self.number and (is_uneven or self._weighting != "world"):
+            raise _ahead(self.number)
+        if is_uneven:
             with self._buffers_from_leader() as models:
                 for model in models:
                     _compat.sync_buffers(model)
@@ -162,7 +176,7 @@ class WeighedLosses:
         go on with gradients that are weighted already.
         """
         if not in_backward():
-            self.holds_gradients = True if self._optimizers else None
+            self.holds_gradients = True if self._given_optimizers else None
             if (factor := self.factor) != 1.0:
                 self._check_order()
                 tensors = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else [*tensors]
@@ -173,13 +187,8 @@ class WeighedLosses:
         self._own_backward(tensors, grad_tensors, *args, **kwargs)
 
     def _check_order(self) -> None:
-        if self._models and (self.reads_ahead or self._forward_in not in (None, self.number)):
-            raise JoinError(
-                f"A backward in step {self.number} is of a forward before that step's batch was asked for (a prefetcher"
-                " around the loop, a batch that is fetched between forward and backward), so that nobody can tell what"
-                " its loss counts. Put what reads ahead inside: join.batches(prefetcher(loader)); and ask for the next"
-                " batch after the backward."
-            )
+        if self._given_models and (self.reads_ahead or self._forward_in not in (None, self.number)):
+            raise _ahead(self.number)
 
     def _before_forward(self, *_: Any) -> None:
         self._forward_in = self.number
@@ -195,7 +204,7 @@ class WeighedLosses:
 
     @contextmanager
     def _buffers_from_leader(self) -> Iterator[list[DistributedDataParallel]]:
-        found = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        found = [each for each in self._given_models if isinstance(each, DistributedDataParallel)]
         found = [each for each in found if _compat.broadcasts_buffers(each)]
         with ExitStack() as stack:
             for model in found:
@@ -203,13 +212,12 @@ class WeighedLosses:
             yield found
 
     def _leader(self, ranks: Sequence[int]) -> int:
-        """Return which of some ranks has a batch, and the lowest number of all that do."""
-        step = self.step()
-        return 0 if step is None else next((place for place, rank in enumerate(ranks) if rank in step.active_ranks), 0)
+        """Return the place of the lowest of some ranks that had a batch in the step before: its buffers count."""
+        return next((place for place, rank in enumerate(ranks) if rank in self.before), 0)
 
     def _hold_statistics(self) -> None:
         """Keep running statistics as they are: without a batch there is nothing to add to them."""
-        for model in self._models:
+        for model in self._given_models:
             for module in model.modules():
                 if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
                     self._held.enter_context(setting(module, track_running_stats=False))
@@ -225,6 +233,14 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
     if root.numel() != 1:
         return None  # torch raises
     return torch.full_like(root, factor)
+
+
+def _ahead(step: int) -> JoinError:
+    return JoinError(
+        f"The batch of step {step} was asked for before the backward of the one before it (by a prefetcher around the"
+        " loop, or between forward and backward), so that nobody can tell what its loss counts. Put what reads ahead"
+        " inside: join.batches(prefetcher(loader)); and ask for the next batch after the backward."
+    )
 
 
 def _check_gradient(gradient: Tensor) -> None:

@@ -12,22 +12,23 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
-from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import SyncedSteps
-from torch_join._base.weighting import Window, count_samples, counter
+from torch_join._base.weighting import Window, count_samples, counter, weighted
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
 from torch_join._handover.early_exit import EarlyExit
 from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
+from torch_join._participants.kinds import holds_metrics
 from torch_join._participants.make_participants import make_participants
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
@@ -85,6 +86,7 @@ class Loop:
         source: Reads this rank's own batches, where these are rebalanced.
         is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
         losses: Weighs its losses, where finished ranks run placeholders.
+        around: What is in force as long as it lasts.
         stopwatch: Measures it, where the user has given a monitor.
     """
 
@@ -103,6 +105,7 @@ class Loop:
     source: Reader[Any] | None = None
     is_over: bool = False
     losses: WeighedLosses | None = None
+    around: ExitStack = field(default_factory=ExitStack)
     stopwatch: Stopwatch | None = None
 
 
@@ -173,7 +176,7 @@ class LoopDriver(Driver):
         self.tail.reset()
         self._named.current.end()
         self.place = Place.OUTSIDE
-        self.step_number = self._loops = self.plain_steps = 0
+        self.step_number = self._loops = self.plain_steps = self._told = 0
         self._loop = None
         self._telling.raised = None
         self._steps = Steps(self.given)
@@ -266,6 +269,8 @@ class LoopDriver(Driver):
         self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
+        if self._loop is not None:
+            self._loop.around.close()  # its iterator may be held by an error
         self._unbegun = Unbegun()
         self.tail_log.close()
         self._steppers.clear()
@@ -294,7 +299,9 @@ class LoopDriver(Driver):
     @property
     def reader(self) -> Reader[Any] | None:
         """What reads the loader of the current loop, or of the last one; `None` before the first."""
-        return None if self._loop is None else self._loop.reader
+        if self._loop is None or self._loop.losses is None:
+            return None if self._loop is None else self._loop.reader
+        return self._loop.source
 
     @property
     def certain_lengths(self) -> list[int] | None:
@@ -330,14 +337,38 @@ class LoopDriver(Driver):
 
     def find_active(self) -> tuple[int, ...]:
         """Meet the other ranks, if that was put off; return who has a batch at the current step."""
-        if self._runs_placeholders:
+        if self.runs_placeholders:
             return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().active_ranks
         return self.find_members().active
 
     @property
-    def _runs_placeholders(self) -> bool:
+    def runs_placeholders(self) -> bool:
         """Whether this rank is in a loop in which finished ranks run placeholders."""
         return self.in_loop and self._loop is not None and self._loop.losses is not None
+
+    @property
+    def in_placeholder(self) -> bool:
+        """Whether this rank runs a placeholder in the current step."""
+        return self.runs_placeholders and cast(WeighedLosses, cast(Loop, self._loop).losses).joined
+
+    @property
+    def counts(self) -> bool:
+        """Whether batches are counted."""
+        return self.options.weighting not in ("world", "active")
+
+    def of_leader(self, value: T) -> T:
+        """Return, on rank 0, what the lowest rank with a batch has, where rank 0 runs a placeholder; all call this.
+
+        Args:
+            value: What rank 0 is to log or print, of closed types.
+        """
+        if not self.runs_placeholders or 0 in (active := self.find_active()):
+            return value
+        self._told += 1
+        key, channel = f"told/{self._loops}/{self._told}", self.tail_log.channel
+        if self.members.rank == active[0]:
+            channel.post(key, value)
+        return cast(T, channel.read(key)) if self.members.rank == 0 else value
 
     def check_together(self, call: str) -> None:
         """Meet the others, if that was put off, before something that takes all ranks.
@@ -359,9 +390,39 @@ class LoopDriver(Driver):
                     " keep what each step computes in a list, and call it after the loop, to which all ranks come."
                 )
 
+    def weigh(self, value: Tensor) -> Tensor:
+        """See `Join.weigh`."""
+        loop = self._loop
+        if loop is None or loop.losses is None or not self.in_loop:
+            raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
+        if value.requires_grad:
+            raise JoinError(
+                "join.weigh() of a value that has a backward, where its loss is weighted: pass it to backward() as it"
+                " is. For torch.autograd.grad, weigh grad_outputs."
+            )
+        return weighted(value, loop.losses.factor)
+
+    def check_rows(self, rows: Any) -> None:
+        """Raise if rows for `gather` are of placeholders too, in the loop that has ended.
+
+        Raises:
+            JoinValueError: There are more structures of them than this rank had batches.
+        """
+        loop = self._loop
+        if loop is None or loop.losses is None or loop.source is None or not isinstance(rows, list):
+            return
+        own = loop.source.taken - loop.source.first
+        if len(rows) > own and loop.losses.joined:
+            with self._telling:
+                raise JoinValueError(
+                    f"Rank {self.members.name} gives the rows of {len(rows)} steps, and had {own} batches: those of"
+                    " placeholders are among them. Append what a step computes only `if not join.joined`, or give"
+                    " indices, of which each counts once."
+                )
+
     def find_last_step(self) -> bool:
         """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
-        if self._runs_placeholders:
+        if self.runs_placeholders:
             return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().is_last_step
         if not (self.in_loop and self._loop is not None and self._loop.schedule.presumes_all):  # else it is planned
             self.meet()
@@ -519,10 +580,9 @@ class LoopDriver(Driver):
         if loop is None:
             return
         has_models = bool(self.tail_log.models())
-        around = ExitStack()
         try:
             if loop.losses is not None:
-                around.enter_context(loop.losses.entered())
+                loop.around.enter_context(loop.losses.entered())
             while True:
                 with self._telling:
                     if not self._begin_step(loop, loop.schedule):
@@ -544,7 +604,7 @@ class LoopDriver(Driver):
                 self.step_number += 1
             self._end_losses(loop)
         except GeneratorExit:
-            around.close()
+            loop.around.close()
             on_purpose = is_left_on_purpose()
             if self._is_in(loop) and on_purpose and self._is_at_end(loop):
                 self._go_through_end(loop)
@@ -554,7 +614,7 @@ class LoopDriver(Driver):
                 loop.stopwatch = None
             raise
         finally:
-            around.close()
+            loop.around.close()
             if self._is_in(loop):
                 self._finish_loop()
         self._measure(loop)
@@ -677,9 +737,14 @@ class LoopDriver(Driver):
 
     def _choose_placeholders(self, loop: Loop, lengths: Sequence[int | None], placeholder: Placeholder) -> Schedule:
         options, members = self.options, self.members
+        if any(map(holds_metrics, self.given)):
+            raise UnsupportedError(
+                "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update"
+                " it in the loop `if not join.joined`; compute() brings all ranks together after the loop."
+            )
         models = [thing for thing in self.given if isinstance(thing, nn.Module)]
         optimizers = [inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None]
-        loop.losses = WeighedLosses(options.weighting, members.rank, members.world_size, models, optimizers)
+        loop.losses = WeighedLosses(options.weighting, members.rank, members.world_size, models, optimizers, loop.first)
         known = None if options.may_break or None in lengths else cast(list[int], [*lengths])
         count = counter(options.weighting, members.name, count_samples)
         throws = options.throw_on_early_termination
@@ -694,7 +759,8 @@ class LoopDriver(Driver):
     def _end_losses(self, loop: Loop) -> None:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
         if loop.losses is not None:
-            loop.losses.end()
+            with self._telling:
+                loop.losses.end()
             self.tail_log.channel.before_meeting = lambda: None
 
     def _is_in(self, loop: Loop) -> bool:

@@ -86,7 +86,7 @@ class PlaceholderReader(Reader[Any]):
 
     def _begin(self) -> None:
         """Begin the next step: say whether this rank has a batch in it, unless all know, and what that counts."""
-        self.hear()
+        self._losses.before = self.hear().active_ranks or self._losses.before
         self._has_begun = True
         rank, number, has = self._members.rank, self._next, self._source.has_next()
         self._counted = self._source.count(self._count) if has and self._count is not None else 0.0

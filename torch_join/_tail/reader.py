@@ -35,7 +35,8 @@ class Reader(Source, Generic[T]):
 
     Attributes:
         pulling: Whether the loader is at work on its next batch.
-        taken: How many batches have been taken, also before the loop was resumed.
+        first: How many had been taken before the loop was resumed.
+        taken: How many batches have been taken, those among them.
         dealer: The front end that deals out one dataset to all ranks, and how to have it leave a loader as it is.
         dealt_samples: The length of the dataset that it deals out; `None` if it does not.
         lead: How many steps ahead a batch of another rank must have been given.
@@ -55,7 +56,7 @@ class Reader(Source, Generic[T]):
         self.pulling = self._left = False
         self._position = Position(loader, place, EVERY * self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator
-        self.taken = self._position.first
+        self.taken = self.first = self._position.first
         self._ahead: deque[T] = deque()
         self._ended = False
         self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # of the steps that are to come

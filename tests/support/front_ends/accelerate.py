@@ -265,6 +265,7 @@ class Session:
         script, accelerator = self.script, self.accelerator
         options: dict[str, Any] = {"even_batches": False, "weighting": script.option, "may_break": script.may_break}
         options |= {"rebalance": script.rebalance} if script.rebalance else {}
+        options |= {"placeholder": script.placeholder}
         if script.own_function:
             context = join_uneven_inputs(accelerator, [self.model], **options)
         else:

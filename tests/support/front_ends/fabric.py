@@ -54,7 +54,12 @@ def train(
     """Train as Fabric's documentation does; `each` gets all that there is after each step."""
     script = script_of(run)
     if strategy is None:
-        strategy = DDPJoinStrategy(weighting=script.option, rebalance=script.rebalance, may_break=script.may_break)
+        strategy = DDPJoinStrategy(
+            weighting=script.option,
+            rebalance=script.rebalance,
+            may_break=script.may_break,
+            placeholder=script.placeholder,
+        )
     fabric = fabric_of(script.world_size, strategy, **options)
     torch.manual_seed(5)
     net = script.build()

@@ -213,7 +213,7 @@ def context(run: Loop, joins: str, wrapped: list[nn.Module], training: Training)
     if joins == "torch":
         sharded = [optimizer for optimizer in training.optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
         return TorchJoin([*wrapped, *sharded], divide_by_initial_world_size=run.weighting == "world")  # type: ignore[list-item]
-    options = {"may_break": run.may_break, "rebalance": run.rebalance, **run.extra}
+    options = {"may_break": run.may_break, "rebalance": run.rebalance, "placeholder": run.placeholder, **run.extra}
     return Join([*wrapped, *training.given], weighting=run.option, **options)
 
 
