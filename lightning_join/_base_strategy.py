@@ -7,18 +7,20 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, cast
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._checks import check_module, check_optimizers
 from lightning_join._collectives import active_places, is_mean
-from lightning_join._logging.step_values import StepValues
+from lightning_join._logging.step_values import StepValues, logging_nothing
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
 from lightning_join._packages import check_packages
@@ -30,6 +32,7 @@ from torch_join.integration import (
     Channel,
     ModuleMetrics,
     Options,
+    Placeholder,
     Rebalancing,
     StepDriver,
     open_channel,
@@ -83,6 +86,7 @@ class Joining(ParallelStrategy):
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
         rebalance: bool = False,
+        placeholder: Placeholder | None = None,
         hand_over_buffers: bool | None = None,
         enable_join: bool | None = None,  # `enable` by its old name, which configurations have
         **kwargs: Any,
@@ -231,9 +235,38 @@ class Joining(ParallelStrategy):
         """Whether this rank has run out of batches while others have not: it makes a shadow step."""
         return self.join is not None and self.join.in_tail and self.join.joined
 
+    def run_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a `training_step`, on a batch or, on a finished rank, on a placeholder, which is logged nowhere."""
+        assert self.metrics is not None
+        with ExitStack() as stack:
+            stack.enter_context(self.join.active_step())
+            if self.join.joined:
+                self.metrics.renew()
+                stack.enter_context(self.metrics.aside())
+                trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+                stack.enter_context(logging_nothing(trainer._results))
+            output = own(*args, **kwargs)
+        if output is None:
+            raise UnsupportedError(
+                "training_step returned None, with placeholder=, where each step takes all ranks. Return a loss of zero"
+                " that depends on the model's output (`0.0 * output.sum()`), or leave such batches out of the"
+                " dataloader."
+            )
+        return output
+
+    @property
+    def all_call(self) -> bool:
+        return self.join is not None and self.join.runs_placeholders and self.join.in_step
+
+    @property
+    def in_placeholder(self) -> bool:
+        return self.all_call and self.join.joined
+
     @property
     def step_ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        if self.all_call and self.join.in_tail:
+            return self.join.active_ranks  # type: ignore[no-any-return]
         return self.driver.ranks if self.driver is not None else None
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
@@ -265,6 +298,8 @@ class Joining(ParallelStrategy):
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.double()
         ranks = self.step_ranks
+        if self.in_placeholder and (averages or reduce_op in ("sum", ReduceOp.SUM)):
+            tensor = torch.zeros_like(tensor)
         if averages and ranks is not None:
             return super().reduce(tensor, group, "sum") / len(active_places(ranks, group))  # type: ignore[safe-super]
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]

@@ -16,6 +16,7 @@ from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
+    PlaceholderLockstep,
     follow_sharded_model,
     is_engine,
     is_sharded_model,
@@ -39,6 +40,9 @@ class Sharded(Joining):
         model, module = self.model, self.lightning_module
         assert model is not None
         assert module is not None
+        if fitting and self.options.placeholder is not None:
+            self.join = PlaceholderLockstep(self.driver, model, self.take_joinables())
+            return
         self.check_sharded(model)
         if not fitting:
             follow_sharded_model(self.driver, model)
@@ -62,6 +66,8 @@ class Sharded(Joining):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:
             return super().training_step(*args, **kwargs)
+        if self.join.runs_placeholders:
+            return self.run_step(super().training_step, *args, **kwargs)  # type: ignore[no-any-return]
         with self.join.active_step():
             output = super().training_step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output

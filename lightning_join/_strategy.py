@@ -18,7 +18,7 @@ from lightning_join._collectives import ActiveCollectives
 from lightning_join._loops.optimization import NOTHING
 from lightning_join._names import ddp_names
 from lightning_join._training.manual import ManualParticipant
-from torch_join.integration import LockstepJoin, ModelShadow
+from torch_join.integration import LockstepJoin, ModelShadow, PlaceholderLockstep
 
 
 class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
@@ -45,6 +45,9 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
             in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
         rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
             batches divided by ranks. It is another trajectory than without: fewer steps, of more batches each.
+        placeholder: What a rank that has run out of batches runs its `training_step` on, for models that live on
+            several ranks: `"last"`, its last batch; `"rows"`, that without samples; or a function that gets it and
+            returns what takes its place. The loss counts zero, and nothing of it is logged.
         hand_over_buffers: Whether a rank without a batch takes, after each step, the buffers that nobody broadcasts
             (`broadcast_buffers=False`, ignored ones, FSDP's); `None`: of modules of which all ranks that have trained
             hold the same where the first one runs out.
@@ -65,7 +68,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         "strategy='ddp_find": "strategy='ddp_join_find",
         "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
     }
-    join: LockstepJoin | None = None
+    join: LockstepJoin | PlaceholderLockstep | None = None
     _manual: ManualParticipant | None = None
 
     def check_arguments(self) -> None:
@@ -77,8 +80,15 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
                 self.take_joinables()
             return super()._setup_model(model)
         ddp = DistributedDataParallel(model, **_compat.ddp_arguments(self))
+        if self.options.placeholder is not None:
+            assert self.driver is not None
+            if isinstance(self.join, PlaceholderLockstep):
+                self.join.use(ddp)
+            else:
+                self.join = PlaceholderLockstep(self.driver, ddp, self.take_joinables())
+            return ddp
         shadow = ModelShadow(ddp)
-        if self.join is not None:
+        if isinstance(self.join, LockstepJoin):
             self.join.use(shadow)
             if self._manual is not None:
                 self._manual.use(shadow)
@@ -98,6 +108,8 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         gc.collect()  # the old one's hooks go with it
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if isinstance(self.join, PlaceholderLockstep):
+            return self.run_step(super().training_step, *args, **kwargs)  # type: ignore[no-any-return]
         if self.join is None or self._manual is None:
             return super().training_step(*args, **kwargs)
         with self.join.active_step(), self._manual.training_step():
@@ -107,7 +119,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
-        assert self.join is not None
+        assert isinstance(self.join, LockstepJoin)
         assert self._manual is not None
         with self.precision_plugin.train_step_context():
             return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()

@@ -31,6 +31,7 @@ from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.evened import Beginning, Evened, EvenedLoader, broadcast
 from torch_join._lockstep.lockstep_join import LockstepJoin
+from torch_join._lockstep.placeholder_lockstep import PlaceholderLockstep
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._monitor.monitor import check_monitored
 from torch_join._monitor.records import EpochRecord, RankRecord
@@ -42,7 +43,7 @@ from torch_join._participants.participant import Driver
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
 from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, keeps_place, set_own, told_epochs
-from torch_join._schedule.placeholders import Placeholder, WeighedLosses, make_placeholder, without_rows
+from torch_join._schedule.placeholders import Placeholder
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, Order, Position, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
@@ -61,17 +62,16 @@ from torch_join.rows_file import FileRows, RowsPart, read_rows
 __all__ = [
     "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord", "Evened",
     "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint",
-    "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Placeholder", "Position", "RankRecord",
-    "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver",
-    "StepMirror", "WeighedLosses", "broadcast", "check_monitored", "check_names", "closed", "dealer_of", "dealt_again",
+    "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Placeholder", "PlaceholderLockstep", "Position",
+    "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide",
+    "StepDriver", "StepMirror", "broadcast", "check_monitored", "check_names", "closed", "dealer_of", "dealt_again",
     "draws_exactly", "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model", "forget_states",
     "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts",
     "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
-    "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "listed", "make_placeholder", "name_ranks",
-    "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed",
-    "resumed_at", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
-    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
-    "without_rows",
+    "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing",
+    "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed", "resumed_at",
+    "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of", "take_group_options",
+    "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

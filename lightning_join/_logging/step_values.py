@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_join._compat import Metadata, ResultCollection, ResultMetric, Sync, default_dtype, mark_updated
 from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
-from torch_join.integration import Driver, Lockstep, Participant, closed
+from torch_join.integration import Driver, Lockstep, Participant, closed, setting
 
 
 def is_synced(sync: Sync) -> bool:
@@ -144,6 +144,20 @@ def drop_own_step_values(results: ResultCollection) -> None:
     for item in results.result_metrics:
         if not (is_synced(item.meta.sync) if item.is_tensor else syncs_in_forward(item.value)):
             item._forward_cache = None
+
+
+def logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
+    """Put around the `training_step` of a joined rank that runs it on a placeholder: what it logs adds nothing."""
+    own = results.log
+
+    def log(fx: str, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, Tensor):
+            reduction = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
+            value = torch.full_like(value, {"min": torch.inf, "max": -torch.inf}.get(reduction, 0.0))
+        own(fx, name, value, **{**options, "batch_size": 0})
+        drop_own_step_values(results)
+
+    return setting(results, log=log)
 
 
 class HookLogging:

@@ -32,7 +32,7 @@ from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import setting
+from torch_join.integration import PlaceholderLockstep, setting
 
 
 def _unchanged(batch: Any, **_: Any) -> Any:
@@ -190,13 +190,14 @@ class JoinEpochLoop(TrainingEpochLoop):
             if self._placeholder.use():
                 drop_own_step_values(self._results)
             if self._has_transfer_hooks:
-                join.driver.follow(join.active_ranks)
+                if not join.runs_placeholders:
+                    join.driver.follow(join.active_ranks)
                 skip = setting(trainer.lightning_module, _on_before_batch_transfer=_unchanged)
                 strategy.around_step.enter_context(skip)
                 strategy.around_step.enter_context(setting(trainer.precision_plugin, convert_input=_unchanged))
             return self._placeholder.batch
         self._placeholder.let_go()
-        if self._has_transfer_hooks:
+        if self._has_transfer_hooks and not join.runs_placeholders:
             # A step of its own: these hooks run where there is a batch only, and may issue collectives.
             strategy.around_step.enter_context(join.driver.step(join.active_ranks))
             strategy.around_step.enter_context(join.before_forward())
@@ -219,6 +220,8 @@ class JoinEpochLoop(TrainingEpochLoop):
             strategy.around_step.close()
         if self._lacks_values:
             batch = self._share_first_batch(batch)
+        if isinstance(join, PlaceholderLockstep):
+            batch = join.begin_step(batch)
         self._progress.ask(join)
         if join.in_tail or self._may_leave:
             self._enter_hooks("on_train_batch_start", partial(self._leave_if_told, batch) if self._may_leave else None)
@@ -234,7 +237,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         trainer: Any = self.trainer
         join = join_of(trainer)
         if join.joined:
-            output = self._placeholder.output or output
+            output = output if join.runs_placeholders else self._placeholder.output or output
         elif not self._has_next(self._fit_loop.fetcher):
             self._placeholder.keep(next(iter(kwargs.values())), output)
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on

@@ -50,7 +50,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         trainer: Any = self.trainer
         join = join_of(trainer)
-        if join.joined:
+        if join.joined and not join.runs_placeholders:
             self._result = ClosureResult(shadow_step(trainer))
             return self._result
         with join.loss_step():
@@ -98,7 +98,8 @@ class JoinManualOptimization(ManualOptimization):
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
         # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
         with NoStopIteration():
-            if join_of(self.trainer).joined:
+            join = join_of(self.trainer)
+            if join.joined and not join.runs_placeholders:
                 self._output = {"loss": shadow_step(self.trainer).detach()}
             else:
                 super().advance(kwargs)

@@ -81,7 +81,7 @@ class Experts(nn.Module):
         expert, token = chosen.flatten(), torch.arange(len(tokens)).repeat_interleave(2)
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=EXPERTS)
-        self.balance = (counts / counts.sum().clamp(min=1) * scores.mean(0)).sum()
+        self.balance = (counts.double() / counts.sum().clamp(min=1) * scores.mean(0)).sum()
         sent = tokens[token[order]]
         if self.group is None:
             done = self._run(sent, counts)

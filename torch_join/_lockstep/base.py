@@ -87,6 +87,8 @@ class Lockstep:
         self._gone_to = -1  # the last step that was read ahead
         self._states = CatchUp(self.channel, driver.members.group, driver.options)
 
+    runs_placeholders = False  # on a joined rank, where the model's step needs all ranks
+
     def note_gather(self) -> None:
         """Note that a gather through which gradients flow is part of what is computed now."""
 

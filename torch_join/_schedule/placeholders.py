@@ -102,14 +102,14 @@ class WeighedLosses:
         self.holds_gradients: bool | None = False
         self.reads_ahead = False
         self._forward_in: int | None = None  # the step of the last forward of a model that was given
-        self._has_rows = False
+        self._has_rows = self._holds = False
         self._held = ExitStack()  # statistics, while this rank has no batch
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Put around a loop."""
         self.holds_gradients = self.reads_ahead = False
-        self._forward_in, self._own_backward = None, torch.autograd.backward
+        self._forward_in, self._own_backward, self._holds = None, torch.autograd.backward, False
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
             stack.enter_context(self._held)
@@ -130,7 +130,7 @@ class WeighedLosses:
         self.reads_ahead = self.reads_ahead or (
             bool(self._given_models) and number > self.number and self._forward_in is None
         )
-        if joined and not self.joined:
+        if joined and not self._holds:
             self._hold_statistics()
         self.number, self.joined = number, joined
         self._has_rows = joined and any(isinstance(t, Tensor) and t.ndim and len(t) for t in tree_leaves(batch))
@@ -153,7 +153,11 @@ class WeighedLosses:
         is_uneven = len(self.before) < self._world_size
         if self.reads_ahead and self._forward_in != self.number and (is_uneven or self._weighting != "world"):
             raise _ahead(self.number)
-        if is_uneven:
+        self.give_buffers()
+
+    def give_buffers(self) -> None:
+        """Give all ranks the buffers of the lowest one that had a batch in the step before; all ranks call this."""
+        if len(self.before) < self._world_size:
             with self._buffers_from_leader() as models:
                 for model in models:
                     _compat.sync_buffers(model)
@@ -217,6 +221,7 @@ class WeighedLosses:
 
     def _hold_statistics(self) -> None:
         """Keep running statistics as they are: without a batch there is nothing to add to them."""
+        self._holds = True
         for model in self._given_models:
             for module in model.modules():
                 if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):

@@ -133,7 +133,7 @@ class Result:
 
 def build_trainer(case: Run, **overrides: Any) -> pl.Trainer:
     strategy = overrides.pop("strategy", None) or lightning_join.DDPJoinStrategy(
-        weighting=case.option, rebalance=case.rebalance, **case.ddp
+        weighting=case.option, rebalance=case.rebalance, placeholder=case.placeholder, **case.ddp
     )
     options = {
         "accelerator": lightning_accelerator(),

@@ -1,0 +1,154 @@
+"""A finished rank runs `training_step` itself: experts are those of one process, and what is logged is of batches."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_join import DDPJoinStrategy
+from tests.support import experts
+from tests.support.experts import Case
+from tests.support.workers import WorkerError, Workers
+
+
+class Log(Logger):
+    """Keeps what is logged."""
+
+    name = version = "log"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+        self.epochs: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.steps += [metrics["mean_step"]] if "mean_step" in metrics else []
+        self.epochs += [metrics] if "mean_epoch" in metrics else []
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Module(pl.LightningModule):
+    """Experts over all ranks; logs of each batch how many rows it has."""
+
+    def __init__(self, case: Case, manual: bool) -> None:
+        super().__init__()
+        self.case, self.automatic_optimization = case, not manual
+        self.rows = MeanMetric()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            rank = dist.get_rank()
+            self.net = experts.make(dist.group.WORLD, rank)
+            ignored = ["net.experts.weight"]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
+
+    def training_step(self, batch: experts.Batch, index: int) -> Tensor | None:
+        x, y = batch
+        value = torch.tensor(float(len(x)))
+        self.log("mean", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        self.log("most", value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        self.rows.update(value)
+        self.log("rows", self.rows, on_step=False, on_epoch=True)
+        loss = experts.loss_of(self.case, self.net(x), y, self.net)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.on_after_backward_of_own()
+        optimizer.step()
+        return loss
+
+    def on_after_backward_of_own(self) -> None:
+        self.net.experts.weight.grad /= self.trainer.world_size  # type: ignore[operator]
+
+    def on_after_backward(self) -> None:
+        if self.automatic_optimization:
+            self.on_after_backward_of_own()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return experts.make_optimizer(self.net.parameters())
+
+
+def fit(rank: int, case: Case, manual: bool) -> tuple[int, list[Tensor], list[float], dict[str, float], list[int]]:
+    log, hooks = Log(), list[int]()
+
+    class Noting(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            hooks.append(index)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=len(case.lengths),
+        strategy=DDPJoinStrategy(weighting=case.weighting, placeholder=case.placeholder),
+        max_epochs=1,
+        logger=log,
+        log_every_n_steps=1,
+        callbacks=[Noting()],
+        accumulate_grad_batches=1 if manual else case.window,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        precision="64-true",
+    )
+    module, data = Module(case, manual), DataLoader(case.batches(rank), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, data)
+    epoch = log.epochs[0] if rank == 0 else {}
+    return rank, [p.detach().clone() for p in module.net.parameters()], log.steps, epoch, hooks
+
+
+CASES = {
+    "rows": (Case((1, 4), placeholder="rows", weighting="active"), False),
+    "last": (Case((0, 2, 5, 3), weighting="samples", ranks_per_model=4), False),
+    "manual": (Case((1, 3), weighting="active"), True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_are_those_of_one_process(workers: Workers, name: str) -> None:
+    case, manual = CASES[name]
+    ranks = workers.run(len(case.lengths), fit, case, manual, deadline=60.0)
+    experts.check(case, [each[:2] for each in ranks])
+    rows = [[len(case.batch(r, s)[0]) for r, n in enumerate(case.lengths) if s < n] for s in range(max(case.lengths))]
+    everything = [count for step in rows for count in step]
+    _, _, steps, epoch, _ = ranks[0]
+    assert steps == pytest.approx([sum(step) / len(step) for step in rows])
+    assert epoch["mean_epoch"] == pytest.approx(sum(everything) / len(everything))
+    assert epoch["most"] == max(everything)
+    assert epoch["rows"] == pytest.approx(sum(everything) / len(everything))
+    assert all(each[4] == [*range(max(case.lengths))] for each in ranks)
+
+
+def fit_none(rank: int) -> None:
+    class Nothing(Module):
+        def training_step(self, batch: experts.Batch, index: int) -> Tensor | None:
+            loss = super().training_step(batch, index)
+            return None if (index, self.global_rank) == (1, 1) else loss
+
+    case = Case((1, 3))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPJoinStrategy(placeholder="last"),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Nothing(case, False).double(), DataLoader(case.batches(rank), batch_size=None))  # type: ignore[arg-type]
+
+
+def test_a_step_without_a_loss_is_refused(workers: Workers) -> None:
+    with pytest.raises(WorkerError, match="training_step returned None, with placeholder="):
+        workers.run(2, fit_none, deadline=60.0)

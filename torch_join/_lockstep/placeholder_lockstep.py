@@ -1,0 +1,106 @@
+"""A loop that a framework drives, in which finished ranks run the step themselves, on placeholders."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join._base.attributes import setting
+from torch_join._lockstep.base import Lockstep
+from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants.participant import Participant
+from torch_join._schedule.active_ranks import ReadStep
+from torch_join._schedule.placeholders import WeighedLosses, make_placeholder
+
+
+class PlaceholderLockstep(Lockstep):
+    """A model of which every rank makes every call, with a batch or with a placeholder whose loss counts zero.
+
+    Args:
+        driver: See `Lockstep`.
+        model: The model, in its wrapper.
+        joinables: See `Lockstep`.
+
+    Attributes:
+        in_step: Whether this rank is in a step's forward.
+    """
+
+    runs_placeholders = True
+    in_step = False
+
+    def __init__(self, driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> None:
+        super().__init__(driver, Participant, joinables, [])
+        self._module = model
+        self._losses: WeighedLosses | None = None
+        self._number = 0
+
+    def use(self, model: nn.Module) -> None:
+        """Go on with another wrapper."""
+        self._module, self._losses = model, None
+
+    def _begin_losses(self) -> WeighedLosses:
+        if self._losses is None:
+            members = self.driver.members
+            self._losses = WeighedLosses(
+                self.weighting, members.rank, members.world_size, [self._module], list(self._stepped), self._number
+            )
+            self._losses.step = self._said
+        return self._losses
+
+    def _said(self) -> ReadStep:
+        counted, total = self._counts
+        return ReadStep(self.active_ranks, False, counted, total)
+
+    def begin(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self._losses = None
+        return super().begin(*args, **kwargs)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        losses = self._begin_losses()
+        with losses.entered():
+            yield
+        losses.before = self.active_ranks
+
+    def begin_step(self, batch: Any) -> Any:
+        """Go on to a step; return what this rank runs in it: this batch, or what takes the place of its last one.
+
+        Raises:
+            UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
+        """
+        self._number += 1
+        if self.joined:
+            kind = self.driver.options.placeholder
+            assert kind is not None
+            batch = make_placeholder(kind, batch)
+        self._begin_losses().begin(self._number, self.joined, batch)
+        return batch
+
+    def active_step(self) -> AbstractContextManager[None]:
+        self._exchanged.poll()
+        return setting(self, in_step=True)
+
+    @property
+    def counts_nothing(self) -> bool:
+        return False  # its loss is weighted where its backward begins
+
+    @property
+    def loss_factor(self) -> float:
+        return 1.0
+
+    def backward(self, backward: Callable[[], None]) -> bool:
+        backward()
+        return True
+
+    def in_engine(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        self.sync_buffers()
+        super().finish()
+
+    def sync_buffers(self) -> None:
+        if self._losses is not None and not self.keeps_buffers:
+            self._losses.give_buffers()
