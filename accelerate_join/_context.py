@@ -46,7 +46,8 @@ def join_uneven_inputs(
         even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
         **options: What `torch_join.Join` takes by keyword: `weighting`, `throw_on_early_termination`, `may_break`,
             `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`,
-            `monitor` (a `torch_join.JoinMonitor`, whose numbers go to the trackers too), and options for hooks.
+            `placeholder`, `monitor` (a `torch_join.JoinMonitor`, whose numbers go to the trackers too), and options for
+            hooks.
 
     Returns:
         The context, which gives the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.

@@ -29,6 +29,8 @@ DIFFERENCE = r"Largest difference of a parameter from one process on the same sc
 COMMANDS = {
     "examples/torch_loop.py": DIFFERENCE,
     "examples/sharded_digits.py": DIFFERENCE,
+    "examples/experts.py": DIFFERENCE,
+    "examples/recommender.py": DIFFERENCE,
     "examples/custom_joinable.py": "Rank 0: 5 inputs, 8 counted in the loop, 8 in all",
     "examples/lightning_digits.py": DIFFERENCE,
     "-m torch.distributed.run --standalone --nproc-per-node=3 examples/accelerate_digits.py": DIFFERENCE,
@@ -48,8 +50,9 @@ SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digit
 def test_command_runs(command: str) -> None:
     if "sharded" in command and not has("fully_shard on the CPU") and not torch.cuda.is_available():
         pytest.skip("needs fully_shard on the CPU")
-    if "transformers" in command:
-        pytest.importorskip("transformers")
+    for package, name in (("transformers", "transformers"), ("torchrec", "recommender")):
+        if name in command:
+            pytest.importorskip(package)
     check(command, run(command))
 
 

@@ -28,7 +28,7 @@ from torch_join._handover.early_exit import EarlyExit
 from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
-from torch_join._participants.kinds import holds_metrics
+from torch_join._participants.kinds import holds_metrics, is_engine
 from torch_join._participants.make_participants import make_participants
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
@@ -737,6 +737,11 @@ class LoopDriver(Driver):
 
     def _choose_placeholders(self, loop: Loop, lengths: Sequence[int | None], placeholder: Placeholder) -> Schedule:
         options, members = self.options, self.members
+        if any(map(is_engine, self.given)):
+            raise UnsupportedError(
+                "A DeepSpeed engine was given to Join, with placeholder=, which no test has been made of. Leave"
+                " placeholder= out: a finished rank follows what engines do."
+            )
         if any(map(holds_metrics, self.given)):
             raise UnsupportedError(
                 "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update"
