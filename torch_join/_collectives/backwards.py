@@ -97,8 +97,9 @@ class Backwards:
                 f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
                 f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all): each rank may"
                 " own a part, as an expert, and a rank that has joined sends zeros in place of what its part makes of"
-                ' the tokens. With Join(..., placeholder="last") finished ranks run the step themselves (docs/spread.md);'
-                " or, where these parameters are the same on all ranks, use Join(..., hand_over_ignored=True)."
+                ' the tokens. With Join(..., placeholder="last") finished ranks run the step themselves: see'
+                " docs/spread.md. Or, where these parameters are the same on all ranks, use"
+                " Join(..., hand_over_ignored=True)."
             )
 
     def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:

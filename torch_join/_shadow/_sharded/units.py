@@ -51,7 +51,7 @@ def units_of(model: nn.Module) -> list[Unit]:
             raise UnsupportedError(
                 f"{name} is trained and belongs to nothing that FSDP shards (ignored_params, a module outside of it),"
                 " so nobody averages its gradient, and a rank that has joined could not step it. Shard it, freeze it,"
-                " or put it in a DistributedDataParallel model of its own; or, if it is an expert of this rank alone, use"
-                ' Join(..., placeholder="last") (docs/spread.md).'
+                " or put it in a DistributedDataParallel model of its own. If it is an expert of this rank's own, use"
+                ' Join(..., placeholder="last"): see docs/spread.md.'
             )
     return units
