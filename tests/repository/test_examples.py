@@ -36,6 +36,7 @@ COMMANDS = {
     "examples/fabric_digits.py": DIFFERENCE,
     "examples/fabric_gpt.py": DIFFERENCE,
     "examples/transformers_gpt2.py": DIFFERENCE,
+    "examples/ray_digits.py": DIFFERENCE,
 }
 
 
@@ -50,7 +51,16 @@ def test_command_runs(command: str) -> None:
         pytest.skip("needs fully_shard on the CPU")
     if "transformers" in command:
         pytest.importorskip("transformers")
+    if "ray" in command:
+        pytest.importorskip("ray")
     check(command, run(command))
+
+
+def test_rays_page_shows_lines_of_its_example() -> None:
+    page, example = ((ROOT / name).read_text() for name in ("docs/ray.md", "examples/ray_digits.py"))
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 2
+    assert [block for block in blocks if block not in example] == []
 
 
 def check(command: str, output: str) -> None:
