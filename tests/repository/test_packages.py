@@ -61,7 +61,7 @@ def test_public_names(module: Any) -> None:
 def test_public_names_of_join() -> None:
     model = torch.nn.Linear(1, 1)
     names = "active_ranks all_gather backward_collectives batch_owner batches gather joined"
-    names += " load_state_dict notify_join_context owner_batch_idx state_dict step"
+    names += " load_state_dict notify_join_context owner_batch_idx state_dict step stop_requested"
     for join in (torch_join.Join, torch_join.Join([model, torch.optim.SGD(model.parameters(), 0.1)])):
         assert [name for name in dir(join) if not name.startswith("_")] == names.split()
 
