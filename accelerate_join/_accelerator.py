@@ -100,6 +100,10 @@ class _InContext:
         )
 
     @_after_the_loop
+    def stop_requested(self) -> bool:
+        return self._operations.driver.stop_requested()
+
+    @_after_the_loop
     def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
         self._operations.driver.return_to_loop()  # what it returns is to be of the last state, and is saved as a rule
         return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]

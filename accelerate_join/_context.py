@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import accelerate
+import torch
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
@@ -16,7 +18,7 @@ from accelerate_join._loaders import PreparedReader, even_batches_set, goes_thro
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinTypeError, UnsupportedError
-from torch_join.integration import JoinOptions, LoopDriver, driver_of, listed, own_loops, renamed
+from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed
 
 T = TypeVar("T")
 
@@ -186,6 +188,31 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     join_batches = join_batches
     gather_in_order = gather_in_order
 
+    def stop_requested(self) -> bool:
+        """Return whether a process has got SIGTERM or SIGUSR1; all get `True` in the same step.
+
+        ```python
+        for epoch in range(epochs):
+            for batch in accelerator.join_batches(loader):
+                ...
+                if accelerator.stop_requested():
+                    break
+            if accelerator.stop_requested():  # in all processes, also those that had run out of batches
+                accelerator.save_state(path)
+                break
+        ```
+
+        In a loop all processes that have a batch call it at the same step, else all do. The call itself is where they
+        meet: see `torch_join.Join.stop_requested`. From the first call until `end_training` these signals no longer
+        end the processes.
+        """
+        signals = stop_signals(self)
+        signals.listen()
+        if not signals.agreed:
+            received = torch.tensor(float(signals.received), device=self.device)
+            signals.agreed = bool(self.reduce(received) > 0)
+        return signals.agreed
+
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Do what Accelerate's method does, and write where each process is in its loaders."""
         with _positions.saved(self):
@@ -231,7 +258,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """
         own_loops.finish(self, at_end=True)
         own_loops.end(self)
+        stop_signals(self).restore()
         super().end_training()
+
+
+# By accelerator: a signal counts in all of its loops.
+_signals: WeakKeyDictionary[accelerate.Accelerator, StopSignals] = WeakKeyDictionary()
+
+
+def stop_signals(accelerator: accelerate.Accelerator) -> StopSignals:
+    """Return what asks an accelerator's processes to stop."""
+    return _signals.setdefault(accelerator, StopSignals(lasts=True))
 
 
 class _Join(Join):
@@ -271,6 +308,7 @@ class AcceleratorContext:
         self.join = _Join(things, enable, **options)
         self._driver = driver_of(self.join)
         self._driver.tail.changes_freely = progress
+        self._driver.signals = stop_signals(accelerator)
         self._driver.log_epoch = lambda values, _: accelerator.log(values)
         if enable:
             self.operations = self._driver.add(partial(Operations, accelerator, progress))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -36,6 +37,7 @@ from torch_join.integration import (
     Rebalancing,
     StepDriver,
     open_channel,
+    runs_in_ray,
     telling_failures,
     use_device,
     warn_renamed,
@@ -107,6 +109,27 @@ class Joining(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and a set-up
         return {name: value for name, value in super().__getstate__().items() if name not in without}
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Where the ranks come from: under Ray Train that, of which no environment of Lightning's own knows."""
+        return cast(ClusterEnvironment | None, vars(self)["cluster_environment"])
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        if type(environment).__module__.startswith("lightning.") and runs_in_ray():
+            from ray.train.lightning import RayLightningEnvironment
+
+            environment = RayLightningEnvironment()
+        vars(self)["cluster_environment"] = environment
+
+    @property
+    def root_device(self) -> torch.device:
+        if _compat.is_rays(self.cluster_environment):
+            from ray.train.torch import get_device
+
+            return cast(torch.device, get_device())
+        return super().root_device  # type: ignore[safe-super]
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -183,6 +206,8 @@ class Joining(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
+        if _compat.is_rays(self.cluster_environment):  # which has the number of this worker's devices there
+            kwargs |= {"num_replicas": self.world_size, "rank": self.global_rank}
         if self.options.enable and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
             mark_injected(kwargs, trainer.predicting)
         return kwargs

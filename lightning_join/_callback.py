@@ -40,8 +40,8 @@ class JoinCallback(Callback):
     `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does what `Trainer(strategy="ddp_join")` does,
     for `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, for each of these with
     `_find_unused_parameters_true` or `_false`, and for a `DDPStrategy(...)`; so it does for `fsdp`,
-    `fsdp_cpu_offload` and a `FSDPStrategy(...)`, and for a `ModelParallelStrategy(...)`. When a run ends, also
-    with an exception, strategy and loops are again what they were.
+    `fsdp_cpu_offload` and a `FSDPStrategy(...)`, for a `ModelParallelStrategy(...)`, and for Ray Train's three
+    strategies. When a run ends, also with an exception, strategy and loops are again what they were.
 
     Args:
         weighting: As in `DDPJoinStrategy`; so is the rest.
@@ -85,6 +85,14 @@ class JoinCallback(Callback):
             trainer.strategy.undo()
 
 
+def _joining_of(strategy: Strategy) -> type[Joining] | None:
+    if type(strategy).__module__.startswith("ray.train.lightning"):
+        from lightning_join import ray  # which may not be installed
+
+        return ray.JOINING.get(type(strategy))
+    return JOINING.get(type(strategy))
+
+
 def _check_upgradable(trainer: "pl.Trainer") -> None:
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -95,7 +103,7 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
             f"JoinCallback is there to make a plain strategy join, and the trainer's strategy is a {name} already."
             f" Leave the callback out and give its arguments to {name}."
         )
-    if type(strategy) not in JOINING:
+    if _joining_of(strategy) is None:
         plain = ", ".join(each.__name__ for each in JOINING)
         raise JoinTypeError(
             f"JoinCallback makes a plain strategy join ({plain}), and the trainer's strategy is a {name}, which"
@@ -118,7 +126,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
     undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks)
     vars(strategy).update(given, undo=undo)
-    strategy.__class__ = JOINING[type(strategy)]
+    strategy.__class__ = _joining_of(strategy)
     strategy.check_arguments()
     strategy.begin_joining()
 

@@ -79,6 +79,11 @@ def wrapped_sampler(sampler: Any) -> Any:
     return sampler.dataset._sampler
 
 
+def is_rays(environment: Any) -> bool:
+    """Whether a cluster environment is Ray Train's."""
+    return type(environment).__module__.startswith("ray.train.lightning")
+
+
 def has_dataloaders(trainer: "pl.Trainer") -> bool:
     """Whether one of the loops that join has made its dataloaders."""
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)

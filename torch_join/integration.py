@@ -40,6 +40,7 @@ from torch_join._participants.arguments import listed
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join._participants.options import JoinOptions, Options, renamed, warn_renamed, whole_signature
 from torch_join._participants.participant import Driver
+from torch_join._participants.ray import runs_in_ray
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
 from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, keeps_place, set_own, told_epochs
@@ -54,6 +55,7 @@ from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.resuming import VERSION, Resuming, state_of
+from torch_join._tail.stopping import StopSignals
 from torch_join.gather_in_order import gather_given, gather_in_order
 from torch_join.join import Join
 from torch_join.rows_file import FileRows, RowsPart, read_rows
@@ -64,14 +66,14 @@ __all__ = [
     "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint",
     "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Placeholder", "PlaceholderLockstep", "Position",
     "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide",
-    "StepDriver", "StepMirror", "broadcast", "check_monitored", "check_names", "closed", "dealer_of", "dealt_again",
-    "draws_exactly", "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model", "forget_states",
-    "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts",
-    "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
+    "StepDriver", "StepMirror", "StopSignals", "broadcast", "check_monitored", "check_names", "closed", "dealer_of",
+    "dealt_again", "draws_exactly", "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model",
+    "forget_states", "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch",
+    "holds_parts", "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
     "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing",
     "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed", "resumed_at",
-    "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of", "take_group_options",
-    "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
+    "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
+    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on
 

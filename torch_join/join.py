@@ -114,6 +114,7 @@ class Join(TorchJoin):
     ) -> None:
         if not self._driver.options.enable:
             self._driver.finish_alone(value)
+            self._driver.signals.restore()
             return
         try:
             self._driver.finish(value)
@@ -194,6 +195,39 @@ class Join(TorchJoin):
             JoinError: A loop is under way.
         """
         self._driver.load_state_dict(state)
+
+    def stop_requested(self) -> bool:
+        """Return whether a rank has got SIGTERM or SIGUSR1; all ranks get `True` in the same step.
+
+        ```python
+        for epoch in range(first_epoch, epochs):
+            for batch in join.batches(loader):
+                ...
+                if join.stop_requested():
+                    break
+            if join.stop_requested():  # on all ranks, also those that had run out of batches
+                position = join.state_dict()
+                if rank == 0:
+                    torch.save({"model": ddp.module.state_dict(), "join": position, "epoch": epoch}, path)
+                break
+        ```
+
+        The next job begins with epoch `saved["epoch"] + saved["join"]["over"]`, and `join.load_state_dict`.
+
+        In a loop all ranks that have a batch call it at the same step. Behind one all ranks call it. The call itself
+        is where they meet, and takes a round trip: where lengths are certain, an epoch has no other meeting that
+        could tell, and what does not call it costs nothing. Where that is too much, call it every few steps. Once it
+        has been `True` it stays so, without a meeting.
+
+        From the first call until the end of the `with` these signals no longer end the process, on any rank. Before
+        that, and where the main thread is another one, they do what they did: call it once before the first loop.
+        Handlers of your own are called too.
+
+        Raises:
+            JoinError: The loop is a plain `for`. Or ranks wait for each other, since some do not call it.
+            JoinValueError: Ranks do not meet, by `enable=False`.
+        """
+        return self._driver.stop_requested()
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of each active rank, for a loss over all of them; all active ranks call it in a step.

@@ -38,6 +38,7 @@ COMMANDS = {
     "examples/fabric_digits.py": DIFFERENCE,
     "examples/fabric_gpt.py": DIFFERENCE,
     "examples/transformers_gpt2.py": DIFFERENCE,
+    "examples/ray_digits.py": DIFFERENCE,
 }
 
 
@@ -50,10 +51,17 @@ SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digit
 def test_command_runs(command: str) -> None:
     if "sharded" in command and not has("fully_shard on the CPU") and not torch.cuda.is_available():
         pytest.skip("needs fully_shard on the CPU")
-    for package, name in (("transformers", "transformers"), ("torchrec", "recommender")):
+    for package, name in (("transformers", "transformers"), ("torchrec", "recommender"), ("ray", "ray_")):
         if name in command:
             pytest.importorskip(package)
     check(command, run(command))
+
+
+def test_rays_page_shows_lines_of_its_example() -> None:
+    page, example = ((ROOT / name).read_text() for name in ("docs/ray.md", "examples/ray_digits.py"))
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 2
+    assert [block for block in blocks if block not in example] == []
 
 
 def check(command: str, output: str) -> None:

@@ -19,7 +19,7 @@ from torch_join._handover.buffers import StepBuffers, Unsynced
 from torch_join._lockstep.catch_up import CatchUp, trained
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants._torch.joinable import WrappingJoinable
-from torch_join._participants.custom import CustomParticipant
+from torch_join._participants.make_participants import custom_participant
 from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import ExchangedActiveRanks, ReadStep
 from torch_join._schedule.plan import Share
@@ -77,7 +77,7 @@ class Lockstep:
         self._buffers = StepBuffers(unsynced, self.channel, driver.members.group, driver.options.hand_over_buffers)
         self._has_trained = False  # this rank has run a step of its own
         self._model: Participant = driver.add(make_model)
-        self._customs = [driver.add(partial(CustomParticipant, joinable=j, options={})) for j in joinables]
+        self._customs = [driver.add(partial(custom_participant, joinable=j, options={})) for j in joinables]
         self._exchanged = ExchangedActiveRanks(self.channel, self._throws)
         self.plan: Rebalancer | None = None
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan

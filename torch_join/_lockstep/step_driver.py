@@ -14,6 +14,7 @@ from torch_join._compat.operators import in_backward
 from torch_join._control.channel import Channel
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.ray import RayParticipant, runs_in_ray
 from torch_join._tail.records import DONE
 from torch_join._tail.tail_log import TailLog
 
@@ -65,6 +66,8 @@ class StepDriver(Driver):
         self.tail_log.open(channel)
         self.tail_log.backwards.always = options.backward_collectives
         self.tail_log.backwards.reset()
+        if runs_in_ray():
+            self.add(RayParticipant)
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
         """Nothing to do: the ranks have met."""

@@ -14,6 +14,7 @@ from torch_join._participants.custom import CustomParticipant
 from torch_join._participants.ddp_model import ModelParticipant
 from torch_join._participants.kinds import holds_metrics, holds_shards, is_engine, of_engines
 from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.ray import RayParticipant, Report, ReportParticipant, runs_in_ray
 from torch_join._participants.unregistered_model import UnregisteredModelParticipant
 from torch_join._participants.unregistered_optimizer import UnregisteredOptimizerParticipant
 from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
@@ -52,7 +53,7 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
         elif is_sharded(thing):
             participants.append(ShardedOptimizerParticipant(driver, len(participants), thing))
         elif isinstance(thing, Joinable):
-            participants.append(CustomParticipant(driver, len(participants), thing, options))
+            participants.append(custom_participant(driver, len(participants), thing, options))
         elif holds_metrics(thing):
             participants.append(MetricParticipant(driver, len(participants), thing))
         elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -62,4 +63,15 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
             )
     participants.append(UnregisteredOptimizerParticipant(driver, len(participants), joinables))
     participants.append(UnregisteredModelParticipant(driver, len(participants), joinables))
+    if runs_in_ray():
+        participants.append(RayParticipant(driver, len(participants)))
     return participants
+
+
+def custom_participant(
+    driver: Driver, index: int, joinable: Joinable, options: dict[str, Any]
+) -> CustomParticipant | ReportParticipant:
+    """Return the part of a joinable that is no wrapper of torch's."""
+    if isinstance(joinable, Report):
+        return ReportParticipant(driver, index, joinable)
+    return CustomParticipant(driver, index, joinable, options)

@@ -45,6 +45,7 @@ from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
 from torch_join._tail.resuming import OVER, NamedLoops, check_resumed, state_of
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 from torch_join._tail.step import Step, Telling
+from torch_join._tail.stopping import StopExchange, StopSignals
 from torch_join._tail.tail import Tail
 from torch_join._tail.tail_log import TailLog
 
@@ -133,6 +134,7 @@ class LoopDriver(Driver):
         positions: Begins loops, of the last one's name, where a state that was loaded says that they go on.
         find_other_place: Returns this rank's place in another loader than that of the loop, by a number; by default
             those in loops of other names.
+        signals: What asks the job to stop.
         log_epoch: Is given what a monitor says of a loop that has ended, and its last step's number, in all loops.
     """
 
@@ -154,6 +156,7 @@ class LoopDriver(Driver):
         self._steppers: dict[int, list[Clears]] = defaultdict(list)  # by model, those of optimizers that step it
         self._unbegun = Unbegun()
         self._unasked: EarlyExit | None = None  # what there was when the user began the loop that nobody asked
+        self.signals = StopSignals()
         self._named = NamedLoops(*((self.members.rank, self.members.world_size) if options.enable else (0, 1)))
         self.positions = self._named.current
         self.find_other_place: Callable[[int], LoaderPlace | None] = self._named.find_others
@@ -199,6 +202,7 @@ class LoopDriver(Driver):
         if self.options.placeholder is None:  # else there is nothing to follow
             self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
         self.add(partial(PositionExchange, find_place=self._find_place))
+        self.add(StopExchange)
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
         """Add a participant after all others, before the `with` is entered; `make` gets this object and an index."""
@@ -266,6 +270,8 @@ class LoopDriver(Driver):
         """Leave nothing behind: participants and the tap refer to this, and it to the group, with its threads."""
         self.step.reset()
         self._telling.raised = None
+        if not self.signals.lasts:
+            self.signals.restore()
         self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
@@ -436,6 +442,32 @@ class LoopDriver(Driver):
         """Meet the others, if that was put off; return whether this rank does what rank 0 would, which has joined."""
         return self.find_main_joined() and self.members.leads
 
+    def stop_requested(self) -> bool:
+        """See `Join.stop_requested`."""
+        if not self.options.enable:
+            if self.members.world_size > 1:
+                raise JoinValueError(
+                    "join.stop_requested() with enable=False: the ranks do not meet, so that each would stop at a step"
+                    " of its own. Leave enable=False out."
+                )
+            self.signals.listen()
+            return self.signals.received
+        if not _nesting.is_entered(self):
+            return self.signals.agreed
+        self.meet()
+        with self._telling:
+            if self.place is Place.PLAIN:
+                raise JoinError(
+                    "join.stop_requested() inside of a `with` whose loop is a plain `for`: a rank that has run out of"
+                    " batches is not known to have come to its end. Loop over join.batches(loader)."
+                )
+            place, ranks = (
+                (self.step_number, self.members.active)
+                if self.in_loop
+                else ("behind", tuple(range(self.members.world_size)))
+            )
+            return self._part(StopExchange).ask(f"{self._loops}/{place}", ranks)
+
     # ------------------------------------------------------------ positions
 
     def state_dict(self) -> dict[str, Any]:
@@ -463,7 +495,7 @@ class LoopDriver(Driver):
             which: Of which loader: 0 for that of the loop, or of the last one; see `find_other_place`.
         """
         self.meet()
-        exchange = next(each for each in self.tail_log.participants if isinstance(each, PositionExchange))
+        exchange = self._part(PositionExchange)
         with self._telling:
             amid = self.place in (Place.LOOP, Place.LEFT, Place.FINISHING) and self.is_amid_window()
             if amid is not False:
@@ -477,6 +509,9 @@ class LoopDriver(Driver):
                     raise JoinError(text)
                 warnings.warn(f"It may be amid a window of accumulation: {text}", stacklevel=2)
             return exchange.gather(self.step_number if self.in_loop else -1, name, which)
+
+    def _part(self, kind: type[P]) -> P:
+        return next(each for each in self.tail_log.participants if isinstance(each, kind))
 
     def is_amid_window(self) -> bool | None:
         """Whether this rank holds gradients of an accumulation that has begun; `None` where nobody can tell yet."""

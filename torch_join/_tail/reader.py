@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
@@ -17,6 +18,7 @@ from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
 from torch_join._schedule.positions import EVERY, LoaderPlace, Position
 from torch_join._schedule.rebalancer import Source
+from torch_join._schedule.stateful import sampler_of
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
@@ -37,14 +39,14 @@ class Reader(Source, Generic[T]):
         pulling: Whether the loader is at work on its next batch.
         first: How many had been taken before the loop was resumed.
         taken: How many batches have been taken, those among them.
-        dealer: The front end that deals out one dataset to all ranks, and how to have it leave a loader as it is.
+        dealer: What deals out one dataset to all ranks, and how to have it leave a loader as it is.
         dealt_samples: The length of the dataset that it deals out; `None` if it does not.
         lead: How many steps ahead a batch of another rank must have been given.
         plan: What a checkpoint says of batches that are rebalanced.
         has_ended: Whether a loop in which they were is over.
     """
 
-    dealer = "", ""
+    dealer = "A DistributedSampler", "Leave it out (of Ray's: prepare_data_loader(loader, add_dist_sampler=False))"
     dealt_samples: int | None = None
     lead = 1
     plan: dict[str, Any] | None = None
@@ -53,6 +55,9 @@ class Reader(Source, Generic[T]):
 
     def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
         self._loader = loader
+        sampler = sampler_of(loader)
+        if isinstance(sampler, DistributedSampler) and dist.is_initialized():
+            self.dealt_samples = len(sampler.dataset) if sampler.num_replicas == dist.get_world_size() else None  # type: ignore[arg-type]
         self.pulling = self._left = False
         self._position = Position(loader, place, EVERY * self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator

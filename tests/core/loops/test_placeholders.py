@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 from tests.covering import others_long
-from tests.support import experts
+from tests.support import experts, inside
 from tests.support.experts import Batch, Case, Spread
 from tests.support.many import seeds
 from tests.support.workers import WorkerError, Workers
@@ -263,10 +263,10 @@ def measure(rank: int) -> tuple[int, list[int]]:
     net, monitor = network(), JoinMonitor()
     ddp = DistributedDataParallel(net)
     with Join([ddp], placeholder="last", monitor=monitor) as join:
-        before = join._driver.tail_log.channel.barrier_number
+        before = inside.channel_of(join).barrier_number
         for x in join.batches([rows_of(rank, step) for step in range((2, 4)[rank])]):
             ddp(x).square().mean().backward()
-        met = join._driver.tail_log.channel.barrier_number - before
+        met = inside.channel_of(join).barrier_number - before
     return met, [each.batches for each in monitor.epochs[0].ranks]
 
 

@@ -1,0 +1,46 @@
+"""The strategies under Ray Train, as `prepare_trainer` takes them."""
+
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from ray.train.lightning import RayDDPStrategy, RayDeepSpeedStrategy, RayFSDPStrategy
+
+from lightning_join._base_strategy import Joining
+from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy
+from lightning_join._strategy import DDPJoinStrategy
+from torch_join import JoinTypeError
+
+__all__ = ["RayDDPJoinStrategy", "RayDeepSpeedJoinStrategy", "RayFSDPJoinStrategy"]
+
+if not issubclass(RayDDPStrategy, DDPStrategy):
+    raise JoinTypeError(
+        "Ray Train's strategies are of `lightning.pytorch` where that is installed, and else of `pytorch_lightning`."
+        f" {__name__} is of the other one. Import lightning_join.ray, or uninstall `lightning`."
+    )
+
+
+class RayDDPJoinStrategy(DDPJoinStrategy, RayDDPStrategy):  # type: ignore[misc]
+    """`DDPJoinStrategy` under Ray Train.
+
+    ```python
+    trainer = Trainer(strategy=RayDDPJoinStrategy(), devices="auto", plugins=[RayLightningEnvironment()])
+    trainer = ray.train.lightning.prepare_trainer(trainer)
+    ```
+
+    Args:
+        *args: `DDPJoinStrategy`'s, as are all keyword arguments.
+    """
+
+
+class RayFSDPJoinStrategy(FSDPJoinStrategy, RayFSDPStrategy):  # type: ignore[misc]
+    """`FSDPJoinStrategy` under Ray Train, with its arguments."""
+
+
+class RayDeepSpeedJoinStrategy(DeepSpeedJoinStrategy, RayDeepSpeedStrategy):  # type: ignore[misc]
+    """`DeepSpeedJoinStrategy` under Ray Train, with its arguments."""
+
+
+# What a strategy of Ray's becomes.
+JOINING: dict[type[Strategy], type[Joining]] = {
+    RayDDPStrategy: RayDDPJoinStrategy,
+    RayFSDPStrategy: RayFSDPJoinStrategy,
+    RayDeepSpeedStrategy: RayDeepSpeedJoinStrategy,
+}

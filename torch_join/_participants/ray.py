@@ -1,0 +1,139 @@
+"""Ray Train: reports inside of uneven loops, and what else takes all workers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+
+from torch_join._base.attributes import replace
+from torch_join._base.errors import UnsupportedError, name_ranks
+from torch_join._compat import ray as _compat
+from torch_join._participants.participant import Driver, Participant
+
+
+class Report(Joinable):
+    """`ray.train.report` for the body of an uneven loop: workers that have run out of batches take part.
+
+    ```python
+    report = Report()
+    with Join([ddp, optimizer, report]) as join:
+        for batch in join.batches(loader):
+            ...
+            report({"loss": loss.item()}, checkpoint)
+    ```
+
+    It is called as `ray.train.report` is, by all workers that have a batch, at the same step, after its forward.
+    Ray keeps the metrics of rank 0; where that one has run out of batches, it reports those of the lowest rank that has
+    one. A checkpoint is that of whoever gives one: `join.active_ranks[0]`, say. Outside of a `with` it is
+    `ray.train.report`.
+    """
+
+    has_group = False  # it takes part in whatever group the others have
+    _part: "ReportParticipant | None" = None
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __call__(self, metrics: dict[str, Any], checkpoint: Any = None, **options: Any) -> None:
+        """Report metrics, and perhaps a checkpoint; all workers that have a batch call this.
+
+        Args:
+            metrics: As for `ray.train.report`: numbers, texts and the like.
+            checkpoint: A `ray.train.Checkpoint` of this worker, if it has written one.
+            **options: The other arguments of `ray.train.report`.
+
+        Raises:
+            JoinTypeError: Another rank is to report `metrics`, which cannot be pickled.
+        """
+        if self._part is None:
+            _report(metrics, checkpoint=checkpoint, **options)
+        else:
+            self._part.report(metrics, checkpoint, options)
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Refuse torch's own `Join`.
+
+        Raises:
+            UnsupportedError: It would not know whose metrics count.
+        """
+        raise UnsupportedError(
+            "Report takes part in torch_join.Join, and in what is built on it. Give it to that in place of torch's own"
+            " Join."
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """A joinable of torch's has one; this one needs none."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of all workers."""
+        return dist.group.WORLD
+
+
+class _Reported(NamedTuple):
+    """What joined ranks report: objects of users' kinds, which go pickled over the process group."""
+
+    metrics: dict[str, Any]
+    checkpoint_dir_name: str | None  # of which Ray takes rank 0's
+
+
+class ReportParticipant(Participant):
+    """Has joined ranks report what the lowest active one does."""
+
+    kinds: ClassVar[dict[str, Any]] = {"report": None}
+    tail_log: Any  # of a loop: a `TailLog`
+
+    def __init__(self, driver: Driver, index: int, joinable: Report) -> None:
+        super().__init__(driver, index)
+        self._joinable = joinable
+
+    def renew(self) -> None:
+        """Nothing is kept from epoch to epoch."""
+
+    def enter(self) -> None:
+        self._undo.append(replace(self._joinable, _part=self))
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any, options: dict[str, Any]) -> None:
+        """Report on an active rank."""
+        self.announce_open("report", _Reported(metrics, options.get("checkpoint_dir_name")))
+        with self.tail_log.on_all_ranks():
+            _report(metrics, checkpoint=checkpoint, **options)
+
+    def mirror(self, kind: str, payload: _Reported) -> None:
+        _report(payload.metrics, checkpoint_dir_name=payload.checkpoint_dir_name)
+
+
+class RayParticipant(Participant):
+    """Refuses what waits for all workers of Ray Train, in a step that some rank has no batch for."""
+
+    def enter(self) -> None:
+        worker = _compat.train_worker()
+        for name in _compat.WAITS_FOR_ALL:
+            self._undo.append(replace(worker, **{name: partial(self._call, name, getattr(worker, name))}))
+
+    def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.tail_log.meet():
+            instead = "Call it after the loop."
+            if name == "report":
+                instead = "Give Join a torch_join.ray.Report() and call that instead, or call it after the loop."
+            raise UnsupportedError(
+                f"{_compat.WAITS_FOR_ALL[name]} in a step that {name_ranks(self.members.joined_names)} had no batch"
+                f" for: it waits for all workers, and one that has run out does not run the loop's body. {instead}"
+            )
+        return function(*args, **kwargs)
+
+
+def runs_in_ray() -> bool:
+    """Whether Ray Train runs this process, and then all ranks."""
+    return _compat.train_worker() is not None
+
+
+def _report(metrics: dict[str, Any], **options: Any) -> None:
+    import ray.train
+
+    ray.train.report(metrics, **options)
