@@ -157,10 +157,11 @@ def rows_of(rank: int, step: int) -> Tensor:
     return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def statistics(rank: int, placeholder: Any, placed: str) -> list[Tensor]:
+def statistics(rank: int, placeholder: Any, placed: str, broadcasts: bool = True) -> list[Tensor]:
     """Train where rank 0, whose buffers DDP broadcasts, is first to end; return parameters and statistics."""
     net = network(norm=True)
-    ddp, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(net, broadcast_buffers=broadcasts)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     given, here = (placeholder, {}) if placed == "join" else (None, {"placeholder": placeholder})
     with Join([ddp, optimizer], placeholder=given, weighting="active") as join:
         for epoch in range(2):
@@ -178,6 +179,12 @@ def test_statistics_are_as_where_a_finished_rank_mirrors(workers: Workers, place
     for rank in workers.run(2, statistics, placeholder, placed):
         for mine, theirs in zip(rank, expected, strict=True):
             assert (mine.double() - theirs).abs().max() <= 1e-10
+
+
+def test_statistics_of_each_rank_are_of_its_own_batches(workers: Workers) -> None:
+    names = [*network(norm=True).state_dict()]
+    tracked = [rank[names.index("1.num_batches_tracked")] for rank in workers.run(2, statistics, "last", "join", False)]
+    assert tracked == [4, 10]
 
 
 def contrast(rank: int, lengths: tuple[int, ...]) -> tuple[list[float], list[float]]:
