@@ -147,10 +147,8 @@ class Forgotten:
     def values(self) -> Iterator[tuple[str, Any]]:
         """Yield the name of each value in them, which says what holds it, and the value as it is now."""
         for name, (thing, own) in self._found.items():
-            if is_optimizer(thing):
-                yield from values_in(group_options(thing), f"{name}: .param_groups", DEPTH)
             if _is_stepped(thing):
-                yield from reachable(thing, name, frozenset())
+                yield from _held_by(thing, name)
             for key, tensor in _tensors(thing, own):
                 yield f"{name}: {key}", tensor
 
@@ -219,6 +217,14 @@ def _objects(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tupl
     if depth:
         for key, item in itertools.islice(_items(value), _ITEMS):
             yield from _objects(item, f"{name}{key}", seen, depth - 1)
+
+
+def _held_by(thing: Any, name: str) -> list[tuple[str, Any]]:
+    groups = group_options(thing) if is_optimizer(thing) else ()
+    try:
+        return [*values_in(groups, f"{name}: .param_groups", DEPTH), *reachable(thing, name, frozenset())]
+    except Exception:  # of somebody's class
+        return []
 
 
 def _is_stepped(thing: Any) -> bool:
