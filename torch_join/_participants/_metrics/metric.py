@@ -64,11 +64,15 @@ class MetricParticipant(Participant):
         if self.metrics:
             _compat_metrics.link_collections()
         for position, metric in enumerate(self.metrics):
-            self.override(metric, "forward", self.forward)
-            self.override(metric, "reset", partial(self.reset, position))
-            if not _compat_metrics.parts(metric):
-                self.override(metric, "compute", self.compute)
-                self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
+            self.follow(position, metric)
+
+    def follow(self, position: int, metric: Any) -> None:
+        """Have what a metric does come here."""
+        self.override(metric, "forward", self.forward)
+        self.override(metric, "reset", partial(self.reset, position))
+        if not _compat_metrics.parts(metric):
+            self.override(metric, "compute", self.compute)
+            self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == _RESET:
