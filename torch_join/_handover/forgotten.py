@@ -228,7 +228,8 @@ def _held_by(thing: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def _is_stepped(thing: Any) -> bool:
-    return isinstance(thing, LRScheduler) or is_optimizer(thing)
+    is_container = isinstance(thing, (dict, list, tuple))  # a mock's calls are tuples that have any attribute
+    return isinstance(thing, LRScheduler) or (not is_container and is_optimizer(thing))
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -244,7 +245,7 @@ def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, st
     """Yield what has the shapes of a given model, `thing` or modules in it, or steps one, and where it is there."""
     if _is_stepped(thing):
         groups = getattr(thing.optimizer if isinstance(thing, LRScheduler) else thing, "param_groups", ())
-        if any(id(p) in own for group in groups for p in group["params"]):
+        if any(id(p) in own for group in groups if isinstance(group, dict) for p in group.get("params", ())):
             yield thing, ""
         return
     if not isinstance(thing, nn.Module):
