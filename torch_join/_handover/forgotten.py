@@ -195,10 +195,12 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, str, Any]]:
         code, names = frame.f_code, frame.f_globals
         where = "" if code.co_name == "<module>" else f" in {code.co_name}()"
         found = frame.f_locals
-        yield from [(where, name, value) for name, value in [*found.items()]]
-        # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
-        if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
-            found.clear()
+        try:
+            yield from [(where, name, value) for name, value in [*found.items()]]
+        finally:
+            # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
+            if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
+                found.clear()
         yield from [("", name, names[name]) for name in code.co_names if name in names]
 
 
