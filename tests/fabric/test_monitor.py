@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_join.fabric import DDPJoinStrategy
 from tests.support.front_ends.fabric import fabric_of
+from tests.support.report import summary_of
 from tests.support.workers import Workers
 from torch_join import JoinMonitor
 from torch_join.integration import EpochRecord
@@ -67,5 +68,5 @@ def test_the_numbers_of_each_epoch(workers: Workers, tmp_path: Path, how: str) -
     for row, epoch in zip(rows, epochs, strict=True):
         for name, value in epoch.metrics().items():
             assert float(row[name]) == pytest.approx(value)
-    report = (tmp_path / "reports" / "join-report.html").read_text()
-    assert f"3 ranks, 2 epochs, {2 * sum(batches)} batches" in report
+    report = tmp_path / "reports" / "join-report.html"
+    assert summary_of(report) == f"3 ranks, 2 epochs, {2 * sum(batches)} batches"

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from accelerate_join.transformers import JoinMonitor, JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.transformers import Fit, Net, arguments_of, data_of
+from tests.support.report import summary_of
 from tests.support.workers import Workers
 
 
@@ -147,7 +148,7 @@ def test_a_monitor_on_one_rank(workers: Workers) -> None:
 def test_the_monitor(workers: Workers, tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "report.html")
     found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, monitor)
-    assert "2 ranks, 2 epochs, 14 batches" in (tmp_path / "report.html").read_text()
+    assert summary_of(tmp_path / "report.html") == "2 ranks, 2 epochs, 14 batches"
     for _, (epochs,), logs in found:
         assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [[2, 5], [2, 5]]
         assert [[rank.shadow_steps for rank in epoch.ranks] for epoch in epochs] == [[3, 0], [3, 0]]

@@ -1,5 +1,6 @@
 """The tree of plain values that stands for the state of an object."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,3 +56,21 @@ class Captured:
 
     state: Any
     hints: dict[str, Any] = field(default_factory=dict)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield where each leaf of a tree is, and the leaf: a `Slot`, bytes of what is pickled, or a plain value."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves(item, f"{path}[{key if isinstance(key, Place) else repr(key)}]")
+    elif isinstance(tree, (list, tuple)):
+        yield f"{path} (length)", len(tree)
+        for index, item in enumerate(tree):
+            yield from leaves(item, f"{path}[{index}]")
+    elif isinstance(tree, Nested):
+        yield from leaves(tree.tree, path)
+    elif isinstance(tree, Pickled):
+        yield path, tree.data
+        yield from ((f"{path}, tensor {number}", Slot(index)) for number, index in enumerate(tree.slots))
+    else:
+        yield path, tree.kind if isinstance(tree, Keep) else tree

@@ -67,21 +67,12 @@ class Parting:
         Raises:
             JoinError: It is this rank's last step, and those that go on have not come to it in theirs.
         """
-        if not self._ending or not operation.startswith(_TOGETHER):
+        if not (operation.startswith(_TOGETHER) and (goes_on := self._unlike(True, waits))):
             return
-        members = self._members
-        self._count += 1
-        if members.rank not in self._ending:
-            self._channel.keep(self._key, True)
-            return
-        goes_on = [rank for rank in members.active if rank not in self._ending]
-        if not waits or all(self._channel.ask(self._key, goes_on[:1], bool).values()):
-            return
-        others = name_ranks(members.named(goes_on))
-        self._wait_for_failure()
+        others = name_ranks(self._members.named(goes_on))
         inner = " A forward of a DDP model with buffers takes all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
-            f"Rank {members.name} came to {operation} after its last batch, and {others} went on to the next step"
+            f"Rank {self._members.name} came to {operation} after its last batch, and {others} went on to the next step"
             " without it, so nobody would meet. A loop by iter() and next() that has taken its last batch goes on until"
             " it is asked for another one: loop with `for`, leave the loop by `break`, or ask for its end, by"
             " next(iterator, None), before you do anything that other ranks take part in. If it belongs to the step, do"
@@ -97,32 +88,34 @@ class Parting:
         Raises:
             JoinError: It is this rank's last step, and those that go on do the other thing in theirs.
         """
-        if not self._ending:
+        if not (goes_on := self._unlike(syncs)):
             return
-        members = self._members
-        self._count += 1
-        if members.rank not in self._ending:
-            self._channel.keep(self._key, syncs)
-            return
-        goes_on = next(rank for rank in members.active if rank not in self._ending)
-        if self._channel.ask(self._key, [goes_on], bool)[goes_on] == syncs:
-            return
+        rank, other = self._members.named((self._members.rank, goes_on[0]))
         ways = ("reduces gradients", "only accumulates them")
         mine, theirs = ways if syncs else ways[::-1]
-        self._wait_for_failure()
         raise JoinError(
-            f"Rank {members.name}'s last backward in this loop {mine}, and that of rank {members.global_ranks[goes_on]}"
-            f" in the same step {theirs}: nobody would meet. A usual cause is to sync on a rank's own last batch"
-            " (`if i + 1 == len(loader)`), which ranks reach at different steps. Sync at steps that"
-            " are the same on all ranks: `(step + 1) % k == 0`."
+            f"Rank {rank}'s last backward in this loop {mine}, and that of rank {other} in the same step {theirs}:"
+            " nobody would meet. A usual cause is to sync on a rank's own last batch (`if i + 1 == len(loader)`), which"
+            " ranks reach at different steps. Sync at steps that are the same on all ranks: `(step + 1) % k == 0`."
         )
 
-    def _wait_for_failure(self) -> None:
-        """Raise what the others are about to tell, if it was an error by which they have left the step."""
+    def _unlike(self, says: bool, waits: bool = True) -> list[int]:
+        """Say something of what comes next; return the ranks that go on, in this rank's last step, if they differ."""
+        if not self._ending:
+            return []
+        self._count += 1
+        if self._members.rank not in self._ending:
+            self._channel.keep(self._key, says)
+            return []
+        goes_on = [rank for rank in self._members.active if rank not in self._ending]
+        if not waits or says in self._channel.ask(self._key, goes_on[:1], bool).values():
+            return []
+        # They may be about to tell of an error by which they have left the step.
         check, end = self._channel.failure_check(), time.monotonic() + _GRACE
         while time.monotonic() < end:
             check()
             time.sleep(0.01)
+        return goes_on
 
     @property
     def _key(self) -> str:

@@ -57,7 +57,7 @@ def closed(tag: str) -> Callable[[C], C]:
         known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
             raise JoinError(f"Two kinds of values are called {known_as!r} in messages.")
-        _CLASSES[kind] = known_as, list(checks)
+        _WRITERS[kind] = known_as, lambda value: _plain_items([getattr(value, name) for name in checks])
 
         def revive(content: Any) -> Any:
             if type(content) is not list or len(content) != len(checks):
@@ -112,7 +112,15 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-_CLASSES: dict[type, tuple[str, list[str]]] = {}
+# By type, or by what it is called: how a value is written, and read. Classes that are `closed` come to these.
+_WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("t", lambda value: _plain_items(value)),
+    dict: ("d", lambda value: [[_plain(key), _plain(item)] for key, item in value.items()]),
+    complex: ("complex", lambda value: [value.real, value.imag]),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+    torch.Size: ("size", list),
+}
 _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "t": lambda content: tuple(_list(content)),
     "d": lambda content: {key: value for key, value in map(_list, _list(content))},  # noqa: C416  these are pairs
@@ -130,21 +138,9 @@ def _plain(value: Any) -> Any:
         return value
     if kind is list:
         return _plain_items(value)
-    if kind is tuple:
-        return {"t": _plain_items(value)}
-    if kind in _CLASSES:
-        tag, names = _CLASSES[kind]
-        return {tag: _plain_items([getattr(value, name) for name in names])}
-    if kind is dict:
-        return {"d": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if kind is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"device": str(value)}
-    if kind is torch.Size:
-        return {"size": list(value)}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
+    if kind in _WRITERS:
+        tag, content = _WRITERS[kind]
+        return {tag: content(value)}
     if kind is Tensor and value.ndim == 0 and not (value.requires_grad or value.is_quantized or value.is_meta):
         # A hyperparameter: a learning rate, for example.
         return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
@@ -167,14 +163,9 @@ _encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class Encoded(bytes):
-    """What `encode` has returned; of several of these `in_list` and `in_pair` make what it would for all of them."""
+    """What `encode` has returned; of several of these `in_pair` makes what it would for all of them."""
 
     __slots__ = ()
-
-
-def in_list(values: Iterable[Encoded]) -> Encoded:
-    """Return what `encode` does for a list of values."""
-    return Encoded(b"[" + b",".join(values) + b"]")
 
 
 def in_pair(values: Iterable[Encoded], value: Encoded) -> Encoded:

@@ -44,8 +44,3 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = TI
             channel.close(meets=True)  # none of them leaves before all have come out
         _trees[group] = tree
     return Channel(tree, timeout)
-
-
-def tree_of(group: dist.ProcessGroup | None) -> Tree | None:
-    """Return this rank's node, if the ranks of a group have been connected."""
-    return None if group is None else _trees.get(group)

@@ -12,7 +12,7 @@ after the handover    the same again, with every bit, and buffers; where `.grad`
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_join._base.errors import name_ranks
-from torch_join._base.pytree import Keep, Nested, Pickled, Place, Slot
+from torch_join._base.pytree import Slot, leaves
 from torch_join._control.channel import Channel
 from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.digest import checksums
@@ -196,7 +196,11 @@ class Audit:
                             parameters.setdefault(names[slot.index], capture.tensors[slot.index])
                     elif takes and (exact or part not in ("buffers", "extra")):
                         prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
-                        rest |= dict(_flat(content, prefix, names, capture))
+                        for path, leaf in leaves(content, prefix):
+                            if isinstance(leaf, Slot):
+                                rest[names.setdefault(leaf.index, path)] = capture.tensors[leaf.index]
+                            else:
+                                rest[path] = _hash(leaf) if isinstance(leaf, bytes) else leaf
         return parameters, rest
 
     def _found(self) -> Leaves:
@@ -258,27 +262,6 @@ _UNTOLD = (
     " so that nobody can tell whether all had the same before it. hand_over_buffers=True says that all ranks are to"
     " have the same, False that they are not."
 )
-
-
-def _flat(tree: Any, path: str, names: dict[int, str], capture: Capture) -> Iterable[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            place = isinstance(key, Place) or (isinstance(key, tuple) and len(key) == 2)
-            yield from _flat(item, f"{path}[{key}]" if place else f"{path}[{key!r}]", names, capture)
-    elif isinstance(tree, (list, tuple)):
-        yield f"{path} (length)", len(tree)
-        for index, item in enumerate(tree):
-            yield from _flat(item, f"{path}[{index}]", names, capture)
-    elif isinstance(tree, Nested):
-        yield from _flat(tree.tree, path, names, capture)
-    elif isinstance(tree, Pickled):
-        yield path, _hash(tree.data)
-        for number, slot in enumerate(tree.slots):
-            yield f"{path}, tensor {number}", capture.tensors[slot]
-    elif isinstance(tree, Slot):
-        yield names.setdefault(tree.index, path), capture.tensors[tree.index]
-    else:
-        yield path, tree.kind if isinstance(tree, Keep) else tree
 
 
 def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:

@@ -6,13 +6,14 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_join._base.devices import read
-from torch_join._base.pytree import Keep, Nested, Pickled, Slot
+from torch_join._base.pytree import Slot, leaves
 from torch_join._base.specs import flat_elements, raw_bytes
 
 _WORD = 8  # bytes
@@ -40,35 +41,16 @@ class Digests:
 
     def read(self) -> dict[str, int]:
         """Return a number from 0 to 2**63 - 1 for each name."""
-        described = [f"{spec}:{value};" for spec, value in zip(self._specs, _read(self._sums), strict=True)]
+        described = [f"{spec}:{value}" for spec, value in zip(self._specs, _read(self._sums), strict=True)]
         found = {}
         for name, trees in self._trees.items():
             hashed = hashlib.blake2b(digest_size=_WORD)
-            for tree in trees:
-                _feed(hashed, tree, described)
+            # In one order: equal dictionaries may have been filled in another one.
+            for path, leaf in sorted((each for tree in trees for each in leaves(tree)), key=itemgetter(0)):
+                value = described[leaf.index] if isinstance(leaf, Slot) else repr(leaf)
+                hashed.update(f"{path}: {value};".encode())
             found[name] = int.from_bytes(hashed.digest(), "big") >> 1
         return found
-
-
-def _feed(hashed: Any, tree: Any, tensors: Sequence[str]) -> None:
-    if isinstance(tree, Slot):
-        hashed.update(tensors[tree.index].encode())
-    elif isinstance(tree, dict):
-        hashed.update(f"dict{len(tree)};".encode())
-        for key in sorted(tree, key=repr):  # equal dictionaries may have been filled in another order
-            hashed.update(f"{key!r}:".encode())
-            _feed(hashed, tree[key], tensors)
-    elif isinstance(tree, (list, tuple)):
-        hashed.update(f"{type(tree).__name__}{len(tree)};".encode())
-        for item in tree:
-            _feed(hashed, item, tensors)
-    elif isinstance(tree, Nested):
-        _feed(hashed, tree.tree, tensors)
-    elif isinstance(tree, Pickled):
-        hashed.update(tree.data)
-        _feed(hashed, [Slot(index) for index in tree.slots], tensors)
-    else:
-        hashed.update(f"{tree.kind if isinstance(tree, Keep) else repr(tree)};".encode())
 
 
 def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:

@@ -1,9 +1,10 @@
-"""What follows a given model and was not given to `Join`: a teacher, a target network, an average of the parameters.
+"""What follows a given model and was not given to `Join`: a teacher, an average of the parameters, an optimizer.
 
 Nothing given refers to such a thing: it is a variable of the loop's, or an attribute of its `self`. So where a first
 rank joins, and nowhere else, the variables of whoever asks for batches are looked through, and of those that called it:
-for modules, and for containers of tensors, with the shapes of a given model. Whether one is forgotten shows as for all
-that the audit finds: it was the same on all ranks there, and is another one after the tail.
+for modules, and for containers of tensors, with the shapes of a given model; and for optimizers of given parameters,
+and LR schedulers of such. Whether one is forgotten shows as for all that the audit finds: it was the same on all ranks
+there, and is another one after the tail.
 
 What a loop only reads is the same then as well. What a rank keeps or trains for itself differed before. A copy that the
 loop makes takes the place of another one, and changes none.
@@ -25,11 +26,14 @@ from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from torch_join._base.hyperparameters import group_options
 from torch_join._base.specs import flaw
 from torch_join._compat.ddp import is_shard, local_part
 from torch_join._handover.digest import checksums
-from torch_join._handover.optimizers import is_optimizer
+from torch_join._handover.optimizers import is_optimizer, with_wrapped
+from torch_join._handover.reachable import DEPTH, reachable, values_in
 
 _FRAMES = 16  # whose variables are looked through
 _DEPTH = 3  # of attributes and items: `self.trainer.averages["fast"]`
@@ -129,6 +133,7 @@ class Forgotten:
         own = {id(t) for model in models for t in (*model.modules(), *model.parameters(), *model.buffers())}
         groups = [group for one in self._given if is_optimizer(one) for group in one.param_groups]
         own |= {id(p) for group in groups for p in group["params"]}
+        seen |= {id(inner) for one in self._given if is_optimizer(one) for inner in with_wrapped(one)}
         wanted = _Shapes(thing for thing in self._given if isinstance(thing, nn.Module))
         if not wanted.whole:
             return
@@ -139,9 +144,11 @@ class Forgotten:
                 kind = "" if isinstance(one, (dict, list, tuple)) else f" ({type(one).__name__})"
                 self._found.setdefault(f"{name}{place}{kind}{where}, which was not given to Join", (one, own))
 
-    def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each tensor in them, which says what holds it, and the tensor as it is now."""
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each value in them, which says what holds it, and the value as it is now."""
         for name, (thing, own) in self._found.items():
+            if _is_stepped(thing):
+                yield from _held_by(thing, name)
             for key, tensor in _tensors(thing, own):
                 yield f"{name}: {key}", tensor
 
@@ -188,28 +195,43 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, str, Any]]:
         code, names = frame.f_code, frame.f_globals
         where = "" if code.co_name == "<module>" else f" in {code.co_name}()"
         found = frame.f_locals
-        yield from [(where, name, value) for name, value in [*found.items()]]
-        # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
-        if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
-            found.clear()
+        try:
+            yield from [(where, name, value) for name, value in [*found.items()]]
+        finally:
+            # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
+            if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
+                found.clear()
         yield from [("", name, names[name]) for name in code.co_names if name in names]
 
 
 def _objects(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield modules and containers that hang on a value, each once."""
+    """Yield modules, optimizers, LR schedulers and containers that hang on a value, each once."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or _is_stepped(value):
         yield name, value
         return
     if isinstance(value, (dict, list, tuple)):
         yield name, value
-    elif is_optimizer(value) or type(value).__module__.partition(".")[0] in _PASSED_OVER:
+    elif type(value).__module__.partition(".")[0] in _PASSED_OVER:
         return
     if depth:
         for key, item in itertools.islice(_items(value), _ITEMS):
             yield from _objects(item, f"{name}{key}", seen, depth - 1)
+
+
+def _held_by(thing: Any, name: str) -> list[tuple[str, Any]]:
+    groups = group_options(thing) if is_optimizer(thing) else ()
+    try:
+        return [*values_in(groups, f"{name}: .param_groups", DEPTH), *reachable(thing, name, frozenset())]
+    except Exception:  # of somebody's class
+        return []
+
+
+def _is_stepped(thing: Any) -> bool:
+    is_container = isinstance(thing, (dict, list, tuple))  # a mock's calls are tuples that have any attribute
+    return isinstance(thing, LRScheduler) or (not is_container and is_optimizer(thing))
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -222,7 +244,12 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, str]]:
-    """Yield what has the shapes of a given model, `thing` or modules in it, and where it is there."""
+    """Yield what has the shapes of a given model, `thing` or modules in it, or steps one, and where it is there."""
+    if _is_stepped(thing):
+        groups = getattr(thing.optimizer if isinstance(thing, LRScheduler) else thing, "param_groups", ())
+        if any(id(p) in own for group in groups if isinstance(group, dict) for p in group.get("params", ())):
+            yield thing, ""
+        return
     if not isinstance(thing, nn.Module):
         if len(thing) >= wanted.fewest and wanted.are(list(dict(_tensors(thing, own)).values())):
             yield thing, ""
@@ -245,6 +272,8 @@ def _tensors(thing: Any, own: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield what a module has of parameters, or a container of tensors, if it has nothing else, that are not given."""
     if isinstance(thing, nn.Module):
         found: list[tuple[str, Any]] = list(thing.named_parameters())
+    elif _is_stepped(thing):
+        return
     else:
         items = dict.items(thing) if isinstance(thing, dict) else enumerate(thing)
         found = [(str(key), item) for key, item in [*items]]

@@ -33,15 +33,6 @@ def has_groups(value: Any) -> bool:
     return isinstance(getattr(value, "param_groups", None), (list, tuple))
 
 
-def wrapped_optimizers(optimizer: Any, *names: str) -> list[Any]:
-    """Return `optimizer`, the one that it holds in the first of these attributes that it has, and so on."""
-    found: list[Any] = []
-    while has_groups(optimizer) and not any(optimizer is one for one in found):
-        found.append(optimizer)
-        optimizer = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
-    return found
-
-
 def with_wrapped(optimizer: Any) -> list[Any]:
     """Return `optimizer` and those that it holds in attributes, and so on; a sharded one stands for its shards."""
     found = [optimizer]

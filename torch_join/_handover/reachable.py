@@ -20,7 +20,7 @@ from torch_join._handover.optimizers import is_optimizer, with_wrapped
 from torch_join._handover.state import has_state
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-_DEPTH = 4
+DEPTH = 4
 _ITEMS = 256  # of one container
 _VALUES = 2**12  # of one attribute: more is a dataset too, whose every value would be named
 _ELEMENTS = 2**24  # of one tensor: more is a dataset
@@ -45,7 +45,7 @@ def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[st
                 parameters = [p for group in one.param_groups for p in group["params"]]
                 entries = [None if id(p) in local else getattr(one, "state", {}).get(p) for p in parameters]
                 state = {place: entry for place, entry in enumerate(entries) if entry}
-                yield from _values(state, f"{own}: .state", _DEPTH)
+                yield from values_in(state, f"{own}: .state", DEPTH)
     elif hasattr(thing, "__dict__"):
         yield from _of_object(thing, name, set())
 
@@ -70,11 +70,12 @@ def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[s
     }
     for key, value in (defaults | vars(thing)).items():
         if key not in hidden and not (is_torchs and key.startswith("_")):
-            found = list(islice(_values(value, f"{name}: .{key}", _DEPTH), _VALUES + 1))
+            found = list(islice(values_in(value, f"{name}: .{key}", DEPTH), _VALUES + 1))
             yield from found if len(found) <= _VALUES else ()
 
 
-def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+def values_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each in a value of any kind, down to a depth."""
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, Tensor):
@@ -89,17 +90,17 @@ def _values(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif depth and isinstance(value, Mapping):
         for index, (key, item) in enumerate(list(value.items())[:_ITEMS]):
             label = repr(key) if isinstance(key, _PLAIN) else f"entry {index}"
-            yield from _values(item, f"{name}[{label}]", depth - 1)
+            yield from values_in(item, f"{name}[{label}]", depth - 1)
     elif depth and isinstance(value, (list, tuple, deque)):
         yield f"len({name})", len(value)
         for index, item in enumerate(list(value)[:_ITEMS]):
-            yield from _values(item, f"{name}[{index}]", depth - 1)
+            yield from values_in(item, f"{name}[{index}]", depth - 1)
     elif depth and isinstance(value, nn.Module):  # one that is no submodule: in a list, or of an object
         if not is_metric(value):
             yield from ((f"{name}.{key}", p) for key, p in value.named_parameters() if flaw(p) is None)
     # The position of a loader or of a sampler is each rank's own.
     elif depth and has_state(value) and not (is_optimizer(value) or hasattr(value, "__iter__")):
-        yield from _values(value.state_dict(), f"{name}.state_dict()", depth - 1)
+        yield from values_in(value.state_dict(), f"{name}.state_dict()", depth - 1)
     elif (memory := _memory(value)) is not None and memory.nbytes <= _ELEMENTS and "O" not in memory.format:
         data = memory.tobytes() + b"."  # `frombuffer` takes nothing empty
         yield name, torch.frombuffer(bytearray(data), dtype=torch.uint8)

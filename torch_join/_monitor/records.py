@@ -118,8 +118,12 @@ class EpochRecord:
     @property
     def skew(self) -> float:
         """The batches that the longest rank read over the mean of all ranks: 1 where all have as many."""
-        longest = max(rank.owned for rank in self.ranks)
-        return longest * len(self.ranks) / self.batches if self.batches else 1.0
+        return self.longest * len(self.ranks) / self.batches if self.batches else 1.0
+
+    @property
+    def longest(self) -> int:
+        """How many batches the rank with the most of them has read, of those that were trained on."""
+        return max(rank.owned for rank in self.ranks)
 
     @property
     def donated(self) -> int:
@@ -134,7 +138,7 @@ class EpochRecord:
     @property
     def steps_saved(self) -> int:
         """How many steps fewer there were than the longest rank has batches, since others trained on some of these."""
-        return max(rank.owned for rank in self.ranks) - self.steps
+        return self.longest - self.steps
 
     @property
     def steps_to_save(self) -> int:

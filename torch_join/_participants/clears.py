@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_join._base.devices import read
 from torch_join._compat import ddp as _compat
-from torch_join._handover.optimizers import wrapped_optimizers
+from torch_join._handover.optimizers import has_groups
 from torch_join._participants.hook import Hook
 
 
@@ -116,5 +116,9 @@ class Clears:
 
 def innermost_optimizer(thing: Any) -> Any:
     """Return `thing` if it is an optimizer, the one inside if it wraps another, and else `None`."""
-    clearing = [one for one in wrapped_optimizers(thing, "optimizer") if callable(getattr(one, "zero_grad", None))]
+    found: list[Any] = []
+    while has_groups(thing) and not any(thing is one for one in found):
+        found.append(thing)
+        thing = getattr(thing, "optimizer", None)
+    clearing = [one for one in found if callable(getattr(one, "zero_grad", None))]
     return clearing[-1] if clearing else None

@@ -30,7 +30,7 @@ from torch_join._participants._gradients.shadowed import ShadowedSteps
 from torch_join._participants._gradients.verdicts import CHANGED, Runs, State, runs_of, states_of
 from torch_join._participants._gradients.watch import Watch
 from torch_join._participants.hook import Hook
-from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._participants.participant import Driver, LoopModel
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import broadcast_gradient
 
@@ -45,21 +45,16 @@ def _accumulates(driver: "weakref.ref[Driver]", model: int, _: Tensor) -> None:
         its.note_accumulation(model)
 
 
-class ModelParticipant(Participant, LoopModel):
+class ModelParticipant(ShadowedSteps, LoopModel):
     """A `DistributedDataParallel` model in a plain loop."""
 
-    kinds = ShadowedSteps.kinds
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
 
     is_model = in_pieces = True
     meets = True  # its forward is where ranks in a plain loop meet
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
-        super().__init__(driver, index)
-        self.ddp = ddp
-        self._shadowed = ShadowedSteps(self, ddp)  # on a joined rank
-        self._shadow, self._pieces = self._shadowed.shadow, self._shadowed.pieces
-        self._parameters = self._shadow.parameters
+        super().__init__(driver, index, ddp)
         self._others = OtherVerdicts(driver, index)
         self._has_met = True  # whether it was known, in its last forward, who is active
         self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last deferred forward
@@ -81,7 +76,7 @@ class ModelParticipant(Participant, LoopModel):
         self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
         # What is left of a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
-        self._shadowed.accumulates = self._shadow.accumulated = left
+        self.accumulates = self._shadow.accumulated = left
         self.remember()
         self._undo.append(self._plumbing.close)
         self._undo += [self._second_backward.remove, self._pieces.reset]
@@ -145,10 +140,10 @@ class ModelParticipant(Participant, LoopModel):
             self._frozen = self._shadow.frozen
             return
         if grad:
-            self._shadowed.accumulates = self._shadow.accumulated = not sync
+            self.accumulates = self._shadow.accumulated = not sync
         if deferred:
             return
-        buffer_source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
+        buffer_source, self._buffer_source = self._buffer_source, self.members.leader
         if not self.tail_log.meet():
             return
         # The newest buffers are the last leader's, but for those that this step has changed before its forward, without
@@ -173,7 +168,7 @@ class ModelParticipant(Participant, LoopModel):
 
     def before_handover(self) -> None:
         # That rank may have come to the lead since the last forward, whose leader has the newest buffers.
-        source, self._shadowed.buffer_source = self._shadowed.buffer_source, self.members.leader
+        source, self._buffer_source = self._buffer_source, self.members.leader
         if source != self.members.leader:
             self._sync_from([source, self.members.leader])
 
@@ -292,10 +287,6 @@ class ModelParticipant(Participant, LoopModel):
     def will_accumulate(self) -> bool:
         return self._watch.will_run
 
-    @property
-    def accumulates(self) -> bool:
-        return self._shadowed.accumulates
-
     def is_unsynced(self, tensor: Tensor) -> bool:
         return self.accumulates and self._gradients.holds(tensor)
 
@@ -337,7 +328,7 @@ class ModelParticipant(Participant, LoopModel):
                 self._pieces.begin_whole()
                 self.announce("backward", runs)
         if averages:
-            self._shadowed.accumulates = self._shadow.accumulated = False
+            self.accumulates = self._shadow.accumulated = False
         self._factor = self.members.loss_factor
 
     def _end_backward(self) -> None:
@@ -351,7 +342,7 @@ class ModelParticipant(Participant, LoopModel):
             self._gradients.raise_if_reduced(self.accumulates)
         if kind in ("backward", "begin", "gradients"):
             self._others.follow(self._gradients, payload, kind != "gradients", self.accumulates)
-        self._shadowed.mirror(kind, payload)
+        super().mirror(kind, payload)
         if kind == "forward" and all(payload[:2]):
             self._second_backward.forward([])
         elif kind in ("backward", "begin"):
@@ -361,7 +352,7 @@ class ModelParticipant(Participant, LoopModel):
     def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
         self._check_reduction_finished()
         deferred = self._frozen if self.deferred else None
-        return runs_of(self._gradients.states()), self._shadowed.accumulates, self._shadow.first.fired, deferred
+        return runs_of(self._gradients.states()), self.accumulates, self._shadow.first.fired, deferred
 
     def close(self, message: tuple[Runs, bool, list[int] | None, list[int] | None], source: int) -> Callable[[], None]:
         runs, accumulates, fired, deferred = message
@@ -373,9 +364,10 @@ class ModelParticipant(Participant, LoopModel):
             self.mirror("forward", (True, True, [], deferred, None))
         end = self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
-        self._shadowed.forget()
+        self._pending.clear()
+        self._shadow.news.forget()
         self.forwards = self.synced = self.deferred = 0
-        self._shadowed.accumulates = accumulates
+        self.accumulates = accumulates
         return end
 
     def _settle(self, states: list[State], source: int, accumulates: bool) -> Callable[[], None]:

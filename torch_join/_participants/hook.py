@@ -55,64 +55,60 @@ class Hook:
         return _same, (self._copied,)
 
 
-class StepHooks:
-    """Calls `send` right before an optimizer's step, after its closure; what that opens is closed after the step.
+def around_steps(
+    optimizer: Any, send: Callable[[], AbstractContextManager[None]], is_quiet: Callable[[], bool]
+) -> Callable[[], None]:
+    """Call `send` right before an optimizer's steps, after its closure; what that opens is closed after the step.
 
     Args:
         optimizer: The optimizer.
         send: Tells joined ranks of the step, and returns what lets it go on.
         is_quiet: Whether a step is one that nobody is told of.
+
+    Returns:
+        What ends that.
     """
+    stepping = ExitStack()
 
-    def __init__(
-        self, optimizer: Any, send: Callable[[], AbstractContextManager[None]], is_quiet: Callable[[], bool]
-    ) -> None:
-        self._optimizer = optimizer
-        self._send = send
-        self._is_quiet = is_quiet
-        self._stepping = ExitStack()
-        before, after = Hook(self._before), Hook(lambda *_: self._stepping.close())
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-    def remove(self) -> None:
-        """Call nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._stepping.close()  # of a step that has raised
-        if self._is_quiet():
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stepping.close()  # of a step that has raised
+        if is_quiet():
             return None
-        optimizer, *positional = args  # torch passes the optimizer among them
+        itself, *positional = args  # torch passes the optimizer among them
         closure = positional[0] if positional else kwargs.get("closure")
         if positional[1:] or {*kwargs} - {"closure"}:
             raise UnsupportedError(
-                f"step() of {type(self._optimizer).__name__} got more than a closure, while some rank has joined, which"
+                f"step() of {type(optimizer).__name__} got more than a closure, while some rank has joined, which"
                 " steps its shards without. Set what it needs in the optimizer's param_groups."
             )
         if closure is None:
-            self._stepping.enter_context(self._send())
+            stepping.enter_context(send())
             return None
-        return (optimizer, self._once(closure)), {}
+        return (itself, once(closure)), {}
 
-    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def once(closure: Callable[[], Any]) -> Callable[[], Any]:
         has_run = False
 
         def closure_and_send() -> Any:
             nonlocal has_run
             if has_run:
                 raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} runs its closure more than once in a step, and decides by values"
+                    f"{type(optimizer).__name__} runs its closure more than once in a step, and decides by values"
                     " of one rank's shards, which ranks that have joined do not know. Use an optimizer that runs it"
                     " once, or give every rank the same number of batches."
                 )
             has_run = True
             with torch.enable_grad():
                 loss = closure()
-            self._stepping.enter_context(self._send())
+            stepping.enter_context(send())
             return loss
 
         return closure_and_send
+
+    ends = ExitStack()
+    ends.callback(optimizer.register_step_pre_hook(Hook(before)).remove)
+    ends.callback(optimizer.register_step_post_hook(Hook(lambda *_: stepping.close())).remove)
+    return ends.close
 
 
 def _same(copied: Any) -> Any:

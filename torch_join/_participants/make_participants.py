@@ -16,14 +16,13 @@ from torch_join._participants.kinds import holds_metrics, holds_shards, is_engin
 from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import RayParticipant, Report, ReportParticipant, runs_in_ray
 from torch_join._participants.unregistered_model import UnregisteredModelParticipant
-from torch_join._participants.unregistered_optimizer import UnregisteredOptimizerParticipant
 from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
 
 
 def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]) -> list[Participant]:
     """Wrap each of `joinables` that does something in a step; the others are only handed over.
 
-    The last parts watch for what was not given.
+    The last part watches for models that were not given.
 
     Raises:
         JoinTypeError: One of them is of a type that cannot take part.
@@ -61,7 +60,6 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
                 f"Join takes DDP models, optimizers, schedulers, torch Joinables and anything with state_dict and"
                 f" load_state_dict, not {type(thing).__name__}."
             )
-    participants.append(UnregisteredOptimizerParticipant(driver, len(participants), joinables))
     participants.append(UnregisteredModelParticipant(driver, len(participants), joinables))
     if runs_in_ray():
         participants.append(RayParticipant(driver, len(participants)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._compat import ddp as _compat
-from torch_join._participants.hook import Hook, StepHooks
+from torch_join._participants.hook import Hook, around_steps
 from torch_join._participants.participant import Driver, Participant
 
 
@@ -41,7 +41,7 @@ class ShardedOptimizerParticipant(Participant):
 
     def enter(self) -> None:
         self._undo.append(_compat.configure(self.zero))
-        self._undo.append(StepHooks(self.zero, self._send, lambda: not self.tail_log.meet()).remove)
+        self._undo.append(around_steps(self.zero, self._send, lambda: not self.tail_log.meet()))
         self._undo.append(self.zero.register_step_post_hook(Hook(self._after_step)).remove)
 
     def _after_step(self, *_: Any) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.core._monitor.epochs import make_epochs
 from tests.support import inside
+from tests.support.report import summary_of
 from tests.support.workers import Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
 from torch_join.integration import Channel, EpochRecord
@@ -278,7 +279,7 @@ def test_writing_takes_its_share_of_the_time(tmp_path: Path) -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert "2 ranks, 12 epochs" in (tmp_path / "report.html").read_text()
+    assert "2 ranks, 12 epochs" in summary_of(tmp_path / "report.html")
 
 
 def write_often(path: Path) -> None:
@@ -299,4 +300,4 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor.epochs += [*make_epochs(2, 1), *make_epochs(3, 2)]  # of another number of ranks
     monitor.write()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Report.HTML", "elsewhere"]
-    assert "3 ranks, 2 epochs" in (tmp_path / "Report.HTML").read_text()
+    assert "3 ranks, 2 epochs" in summary_of(tmp_path / "Report.HTML")

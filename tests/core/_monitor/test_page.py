@@ -1,6 +1,5 @@
 """The report in a browser: its numbers, narrow and wide, and how large it is for long jobs."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from tests.core._monitor.epochs import make_epochs
 from tests.support.browser import browser, complaints, open_file, overflow
+from tests.support.report import numbers_of
 from torch_join import JoinMonitor
 from torch_join.integration import EpochRecord
 
@@ -116,5 +116,5 @@ def test_short_times_keep_their_digits(tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "report.html")
     monitor.epochs += make_epochs(3, 1, step=0.000_2)
     monitor.write()
-    data = json.loads((tmp_path / "report.html").read_text().split('id="data">')[1].split("</script>")[0])
-    assert [cells[1:3] for cells in data["whole"]] == [[0, 0.004], [0.002, 0.002], [0.004, 0]]
+    whole = numbers_of(tmp_path / "report.html")["whole"]
+    assert [cells[1:3] for cells in whole] == [[0, 0.004], [0.002, 0.002], [0.004, 0]]

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from torch_join._control._links.link import MAX_BYTES, Link, pack
 
@@ -109,13 +108,6 @@ class Links:
         os.close(self._alarm)
 
     # ------------------------------------------------------------ what others use
-
-    def ends(self) -> dict[int, tuple[str, str]]:
-        """Return the addresses of both ends of each connection, by rank: this process's first."""
-        return {
-            peer: (_name(link.socket.getsockname()), _name(link.socket.getpeername()))
-            for peer, link in self._takers.items()
-        }
 
     @property
     def files(self) -> frozenset[int]:
@@ -328,13 +320,6 @@ class Links:
         with suppress(OSError):
             link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is there
         self._wake()  # the thread finds out why
-
-
-def _name(address: bytes | str | tuple[Any, ...]) -> str:
-    """Write a socket's address in words; an end of a socket of this host that connects has none."""
-    if isinstance(address, tuple):
-        return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
-    return f"unix:{os.fsdecode(address).lstrip(chr(0))}"
 
 
 _alive: "weakref.WeakSet[Links]" = weakref.WeakSet()

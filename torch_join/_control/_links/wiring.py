@@ -95,9 +95,6 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
                 raise
             except Exception as error:
                 problem = f"rank {names[rank]}: {_in_words(error)}"
-            finally:
-                if listener is not None:
-                    listener.close()
         set_up.problem = problem
         if problems := [text for text in set_up.exchange(problem, of=str) if text]:
             raise UnsupportedError(

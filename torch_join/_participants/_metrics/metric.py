@@ -18,7 +18,7 @@ from torch_join._base.attributes import replace
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.membership import MeetingPoint
 from torch_join._compat import metrics as _compat_metrics
-from torch_join._participants._metrics.metric_states import Exchange
+from torch_join._participants._metrics.metric_states import exchange_states
 from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, Participant
 
@@ -64,11 +64,15 @@ class MetricParticipant(Participant):
         if self.metrics:
             _compat_metrics.link_collections()
         for position, metric in enumerate(self.metrics):
-            self.override(metric, "forward", self.forward)
-            self.override(metric, "reset", partial(self.reset, position))
-            if not _compat_metrics.parts(metric):
-                self.override(metric, "compute", self.compute)
-                self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
+            self.follow(position, metric)
+
+    def follow(self, position: int, metric: Any) -> None:
+        """Have what a metric does come here."""
+        self.override(metric, "forward", self.forward)
+        self.override(metric, "reset", partial(self.reset, position))
+        if not _compat_metrics.parts(metric):
+            self.override(metric, "compute", self.compute)
+            self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == _RESET:
@@ -76,7 +80,7 @@ class MetricParticipant(Participant):
             return
         position, in_forward = payload
         metric = self.metrics[position]
-        Exchange(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
+        exchange_states(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
 
     def close(self, message: Any, source: int) -> None:
         # Ranks have computed at different steps. A value that only some still have would keep these out
@@ -123,7 +127,8 @@ class MetricParticipant(Participant):
         check_metric(metric, process_group or metric.process_group, self.driver, dist_sync_fn)
         self.announce(_SYNC, (position, self.forwards > 0))
         hidden = any(metric is one for one in self.hidden)
-        contributions = Exchange(self.driver, metric, _compat_metrics.update_count(metric) > 0 and not hidden).results()
+        has_own = _compat_metrics.update_count(metric) > 0 and not hidden
+        contributions = exchange_states(self.driver, metric, has_own)
         if not contributions:
             if hidden and self.members.rank == 0:
                 warnings.warn(

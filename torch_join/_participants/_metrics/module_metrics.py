@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,10 +10,10 @@ from torch_join._base.attributes import setting
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import metrics as _compat_metrics
 from torch_join._participants._metrics.metric import MetricParticipant, check_metric
-from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.participant import Driver
 
 
-class ModuleMetrics(Participant):
+class ModuleMetrics(MetricParticipant):
     """The metrics of torchmetrics that a module holds.
 
     Metrics that `MetricParticipant` refuses are left to torchmetrics, and raise only where they sync in a step that
@@ -24,34 +23,25 @@ class ModuleMetrics(Participant):
         module: What holds the metrics.
     """
 
-    kinds = MetricParticipant.kinds
-
     def __init__(self, driver: Driver, index: int, module: nn.Module) -> None:
-        super().__init__(driver, index)
+        super().__init__(driver, index, nn.Module())  # of the metrics that are found
         self._module = module
-        self._served = MetricParticipant(driver, index, nn.Module())  # of the metrics that are found
         self._refused: dict[int, str] = {}  # by the id of a metric that syncs: why it is left to torchmetrics
         self._aside = False
 
     def enter(self) -> None:
         self.renew()
 
-    def exit(self) -> None:
-        self._served.exit()
-
-    def mirror(self, kind: str, payload: Any) -> None:
-        self._served.mirror(kind, payload)
-
     def renew(self) -> None:
         """Take in metrics made since, and let all compute anew; all ranks must be at the same place, in no step.
 
         A value that only some ranks have computed would keep these out of the next sync.
         """
-        known = {id(metric) for metric in self._served.metrics}
+        known = {id(metric) for metric in self.metrics}
         for metric in self._module.modules():
             if _compat_metrics.is_metric(metric) and id(metric) not in known:
                 self._take_in(metric)
-        for metric in self._served.metrics:
+        for metric in self.metrics:
             _compat_metrics.forget_value(metric)
 
     def syncs(self, metric: Any) -> bool:
@@ -68,37 +58,32 @@ class ModuleMetrics(Participant):
 
     def _take_in(self, metric: Any) -> None:
         _compat_metrics.link_collections()
-        position = len(self._served.metrics)
-        self._served.metrics.append(metric)
-        self._served.override(metric, "update", self._update)
-        self._served.override(metric, "forward", self._forward)
-        self._served.override(metric, "reset", partial(self._served.reset, position))
+        self.metrics.append(metric)
+        self.override(metric, "update", self._update)
         parts = _compat_metrics.parts(metric)
         try:
             check_metric(metric, metric.process_group, self.driver)
         except UnsupportedError as error:
             self._refused.update(dict.fromkeys(map(id, parts or [metric]), str(error)))
-        if not parts:
-            self._served.override(metric, "compute", self._served.compute)
-            self._served.override(metric, _compat_metrics.SYNC_METHOD, partial(self._sync, position))
+        self.follow(len(self.metrics) - 1, metric)
 
     # ------------------------------------------------------------ what replaces a metric's methods
 
     def _update(self, metric: Any, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if not self._aside or self._served.forwards:
+        if not self._aside or self.forwards:
             update(*args, **kwargs)
 
-    def _forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._aside:
-            return self._served.forward(metric, forward, *args, **kwargs)
-        self._served.hidden.append(metric)  # the others' batches count
+            return super().forward(metric, forward, *args, **kwargs)
+        self.hidden.append(metric)  # the others' batches count
         try:
             with _compat_metrics.unchanged(metric):
-                return self._served.forward(metric, forward, *args, **kwargs)
+                return super().forward(metric, forward, *args, **kwargs)
         finally:
-            self._served.hidden.pop()
+            self.hidden.pop()
 
-    def _sync(self, position: int, metric: Any, sync_dist: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def sync(self, position: int, metric: Any, sync_dist: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         why = self._refused.get(id(metric))
         if why is not None and self.tail_log.meet():
             raise UnsupportedError(
@@ -108,7 +93,7 @@ class ModuleMetrics(Participant):
         if why is not None and not _is_served(metric, self.driver):
             sync_dist(*args, **kwargs)
         else:
-            self._served.sync(position, metric, sync_dist, *args, **kwargs)
+            super().sync(position, metric, sync_dist, *args, **kwargs)
 
 
 def _is_served(metric: Any, driver: Driver) -> bool:

@@ -1,6 +1,6 @@
 """Clipping a sharded model's gradients: the norm is one of all ranks' shards, so joined ranks compute and clip too."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +18,9 @@ from torch_join._shadow._sharded.units import is_first_generation
 
 
 class ClippingParticipant(Participant):
-    """`torch.nn.utils.clip_grad_norm_` on what `fully_shard` has sharded, of all given models.
+    """How the gradients of all given sharded models are clipped.
+
+    By `torch.nn.utils.clip_grad_norm_`, of what `fully_shard` has sharded; a `FullyShardedDataParallel` has a method.
 
     Args:
         models: The parts of the models.
@@ -27,16 +29,25 @@ class ClippingParticipant(Participant):
     kinds: ClassVar[dict[str, Any]] = {
         "norm": tuple[list[int], float, bool | None, list[Runs]],
         "clip": tuple[list[int], float, bool | None],
+        "method": tuple[int, float, float, Runs],
     }
 
     def __init__(self, driver: Driver, index: int, models: Sequence[ShardedModelParticipant]) -> None:
         super().__init__(driver, index)
-        self._sharded = models
+        self._first = [model for model in models if is_first_generation(model.model)]
+        self._sharded = [model for model in models if model not in self._first]
         self._norm: Any = None
 
     def enter(self) -> None:
-        self._own_norm, self._own_scale, restore = _compat.wrap_clipping(self._get_total_norm, self._clip_grads)
-        self._undo.append(restore)
+        if self._sharded:
+            self._own_norm, self._own_scale, restore = _compat.wrap_clipping(self._get_total_norm, self._clip_grads)
+            self._undo.append(restore)
+        roots: list[tuple[ShardedModelParticipant, Any]]
+        roots = [(model, root) for model in self._first for root in _compat.roots(model.model)]
+        self._methods = [(model, root.clip_grad_norm_) for model, root in roots]
+        for place, (_, root) in enumerate(roots):
+            hook = Hook(partial(self._clip_by_method, place), copied=root.clip_grad_norm_)
+            self._undo.append(replace(root, clip_grad_norm_=hook))
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -90,6 +101,16 @@ class ClippingParticipant(Participant):
         for model in self._sharded:
             model.remember()
 
+    def _clip_by_method(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
+        model, clip = self._methods[place]
+        if self._is_even():
+            return clip(max_norm, norm_type)
+        self.announce("method", (place, float(max_norm), float(norm_type), model.check()))
+        with self.tail_log.own_collectives():
+            result = clip(max_norm, norm_type)
+        model.remember()
+        return result
+
     def mirror(self, kind: str, payload: Any) -> None:
         parameters = self._parameters
         if kind == "norm":
@@ -98,52 +119,15 @@ class ClippingParticipant(Participant):
                 model.take(runs)
             gradients = [parameters[index].grad for index in which]
             self._norm = _compat.replicated(self._own_norm(gradients, norm_type, False, foreach))
-        else:
+        elif kind == "clip":
             which, max_norm, foreach = payload
             self._own_scale([parameters[index] for index in which], max_norm, self._norm, foreach)
-
-
-class Fsdp1ClippingParticipant(Participant):
-    """`clip_grad_norm_` of a `FullyShardedDataParallel` model."""
-
-    kinds: ClassVar[dict[str, Any]] = {"clip": tuple[int, float, float, Runs]}
-
-    def __init__(self, driver: Driver, index: int, model: ShardedModelParticipant) -> None:
-        super().__init__(driver, index)
-        self._model = model
-        self._clips: list[Callable[..., Any]] = []
-
-    def enter(self) -> None:
-        self._clips = []
-        for place, root in enumerate(_compat.roots(self._model.model)):
-            own: Any = root.clip_grad_norm_
-            self._clips.append(own)
-            self._undo.append(replace(root, clip_grad_norm_=Hook(partial(self._clip, place), copied=own)))
-
-    def _clip(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
-        if self.members.serves or not self.tail_log.meet():
-            return self._clips[place](max_norm, norm_type)
-        self.announce("clip", (place, float(max_norm), float(norm_type), self._model.check()))
-        with self.tail_log.own_collectives():
-            result = self._clips[place](max_norm, norm_type)
-        self._model.remember()
-        return result
-
-    def mirror(self, kind: str, payload: Any) -> None:
-        place, max_norm, norm_type, runs = payload
-        self._model.take(runs)
-        with torch.no_grad():
-            self._clips[place](max_norm, norm_type)
-
-
-def clipping_participants(driver: Driver, index: int, models: Sequence[ShardedModelParticipant]) -> list[Participant]:
-    """Return the parts that follow how the models' gradients are clipped."""
-    first = [model for model in models if is_first_generation(model.model)]
-    second = [model for model in models if model not in first]
-    participants: list[Participant] = [
-        Fsdp1ClippingParticipant(driver, index + place, model) for place, model in enumerate(first)
-    ]
-    return [*participants, ClippingParticipant(driver, index + len(participants), second)] if second else participants
+        else:
+            place, max_norm, norm_type, runs = payload
+            model, clip = self._methods[place]
+            model.take(runs)
+            with torch.no_grad():
+                clip(max_norm, norm_type)
 
 
 def _places(given: Sequence[Any], known: Sequence[Any]) -> list[int]:

@@ -27,6 +27,7 @@ class Following:
 
     Attributes:
         units: The units.
+        model_parallel_groups: See `Participant`.
         reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
         before_gather: Called with a unit that is about to be gathered in the tail.
 
@@ -44,7 +45,8 @@ class Following:
         self._participant = participant
         self.before_backward = before_backward
         self.units = units_of(model)
-        self._model_parallel_groups = _teams_of(model, self._participant.members.global_ranks)
+        self._teams = _teams_of(model, self._participant.members.global_ranks)
+        self.model_parallel_groups = [self._participant.members.named(peers) for peers in self._teams]
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
         self.reduces = False
         self.before_gather: Callable[[Unit], None] = lambda _: None
@@ -104,12 +106,6 @@ class Following:
         with setting(self, reduces=True), self._participant.tail_log.own_collectives():
             yield
 
-    @property
-    def model_parallel_groups(self) -> list[list[int]]:
-        return [
-            [self._participant.members.global_ranks[rank] for rank in peers] for peers in self._model_parallel_groups
-        ]
-
     def check_model_parallel_groups(self) -> None:
         """Raise if one rank of those that hold parts of one replica has joined and another has not.
 
@@ -117,7 +113,7 @@ class Following:
             JoinError: So it is.
         """
         self._seen = self._participant.members.active
-        for peers in self._model_parallel_groups:
+        for peers in self._teams:
             if 0 < len(joined := set(peers) - {*self._seen}) < len(peers):
                 raise JoinError(
                     f"Ranks {sorted(peers)} compute each batch together (tensor parallelism: a dimension of the device"

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat
-from torch_join._participants._sharded.clipping import clipping_participants
+from torch_join._participants._sharded.clipping import ClippingParticipant
 from torch_join._participants._sharded.scaler import ShardedScalerParticipant
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants._sharded.sharded_step import ShardedStepParticipant
@@ -40,8 +40,7 @@ def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[
             participants.append(ShardedStepParticipant(driver, len(participants), optimizer, models))
         elif isinstance(thing, torch.amp.GradScaler) and models:
             participants.append(ShardedScalerParticipant(driver, len(participants), thing, optimizers, models))
-    participants += clipping_participants(driver, len(participants), models)
-    return participants
+    return [*participants, ClippingParticipant(driver, len(participants), models)] if models else participants
 
 
 def _refuse_copies(joinables: Sequence[Any]) -> None:

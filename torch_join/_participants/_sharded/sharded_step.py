@@ -14,7 +14,7 @@ from torch_join._compat import ddp as _compat
 from torch_join._participants._gradients.verdicts import Runs
 from torch_join._participants._sharded.contents import check_state, state_of
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
-from torch_join._participants.hook import StepHooks
+from torch_join._participants.hook import around_steps
 from torch_join._participants.participant import Driver, Participant
 
 Options = list[dict[str, Any]]  # of each group, without its parameters
@@ -60,7 +60,7 @@ class ShardedStepParticipant(Participant):
         for model in self._sharded:
             model.before_reductions.append(self._say_options)
             self._undo.append(partial(model.before_reductions.remove, self._say_options))
-        self._undo.append(StepHooks(self.optimizer, self._send, self._is_quiet).remove)
+        self._undo.append(around_steps(self.optimizer, self._send, self._is_quiet))
         self._undo.append(self.optimizer.register_step_post_hook(self._after_step).remove)
 
     # ------------------------------------------------------------ on an active rank

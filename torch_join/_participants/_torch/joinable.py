@@ -153,8 +153,6 @@ class HookDriver(Driver):
             if index == 0:
                 self._leave_tail()
                 self._meet(False)
-                if not self.members.active:
-                    self.channel.follow()  # raises what they tell
             self.members.take_role(Role.SERVING)
             try:
                 while index in self._undone:
@@ -193,13 +191,9 @@ class HookDriver(Driver):
 
     def _meet(self, active: bool, samples: int = 0) -> None:
         """Find out who is active at this step."""
-        here = torch.zeros(2, self.members.world_size, dtype=torch.int64, device=self._first.join_device)  # type: ignore[union-attr]
-        if active:
-            here[0, self.members.rank], here[1, self.members.rank] = 1, samples
-        dist.all_reduce(here, group=self.members.group)
-        present, counts = here.tolist()
-        self.members.change(tuple(rank for rank, is_active in enumerate(present) if is_active))
-        self.members.counted, self.members.total = samples, sum(counts)
+        said = self.channel.gather((active, samples), of=tuple[bool, int])
+        self.members.change(tuple(rank for rank, (is_active, _) in enumerate(said) if is_active))
+        self.members.counted, self.members.total = samples, sum(count for _, count in said)
         self._undone = set(range(len(self.participants)))
 
     def _refuse(self, index: int, kind: str) -> JoinError:
@@ -209,10 +203,9 @@ class HookDriver(Driver):
             f" ({name_ranks(self.members.joined_names)}) take part in no more. Use torch_join.Join, which has no such"
             " limit."
         )
-        self._word(_MORE)  # the joined ranks take it for the count, and then meet nobody
+        self._word(_MORE)  # the joined ranks take it for the count, and hear of the error as they meet
         # Not before that: one that still waits for a record would leave, and who waits for it here hears nothing.
         self.channel.fail(f"JoinError: {error}")
-        self._meet(False)
         return error
 
     def _leave_tail(self) -> None:
