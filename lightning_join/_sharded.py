@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._collectives import ActiveCollectives
-from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Lockstep,
@@ -113,8 +112,6 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """
 
     strategy_name = "fsdp_join"
-    # Of its own strategies of these names Lightning says that they need a GPU.
-    _registered_strategies: list[str] = []  # noqa: RUF012  Lightning's
 
     def __init__(
         self, *args: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen", **kwargs: Any
@@ -127,12 +124,6 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
             super()._configure_launcher()
         else:
             self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, start_method in start_methods(cls.strategy_name):
-            description = f"FSDP on uneven dataloaders, with `start_method` '{start_method}'"
-            strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
 class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
@@ -153,10 +144,6 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
 
     strategy_name = "model_parallel_join"
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
-
 
 class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
@@ -176,8 +163,3 @@ class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """
 
     strategy_name = "deepspeed_join"
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, options in ENGINES.items():
-            strategy_registry.register(name, cls, description="DeepSpeed on uneven dataloaders", **options)

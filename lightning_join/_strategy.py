@@ -16,7 +16,6 @@ from lightning_join._base_strategy import Joining
 from lightning_join._checks import check_manual, check_strategy
 from lightning_join._collectives import ActiveCollectives
 from lightning_join._loops.optimization import NOTHING
-from lightning_join._names import ddp_names
 from lightning_join._training.manual import ManualParticipant
 from torch_join.integration import LockstepJoin, ModelShadow
 
@@ -132,8 +131,3 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
             return output
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, options in ddp_names(cls.strategy_name):
-            strategy_registry.register(name, cls, **options)
