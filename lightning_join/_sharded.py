@@ -74,7 +74,6 @@ class Sharded(Joining):
         return output
 
     def shadow_training_step(self) -> Tensor:
-        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
         with self.precision_plugin.train_step_context():
             return self.join.shadow_forward()

@@ -90,7 +90,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         return ddp
 
     def wrap_again(self) -> None:
-        """Build DDP anew, on all ranks, for the parameters that train now."""
         assert isinstance(self.model, DistributedDataParallel)
         self.model = self.model.module
         self.configure_ddp()
@@ -105,7 +104,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         return NOTHING if output is None and self.lightning_module.automatic_optimization else output  # type: ignore[return-value]
 
     def shadow_training_step(self) -> Tensor:
-        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
         assert self._manual is not None
         with self.precision_plugin.train_step_context():

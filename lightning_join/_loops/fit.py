@@ -49,9 +49,7 @@ class JoinFitLoop(FitLoop):
     _has_warned = False
     _steps: int | float = -1  # what follows from them, or from a plan
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
-    _max_sent_per_step: list[int] | None = None  # by rank, in the epoch that is resumed
-    _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
-    _was_even = False  # whether there was nothing to rebalance in it
+    _resumed: dict[str, Any] | None = None  # the same, where that epoch goes on, until it is rebalanced
     _last_place: LoaderPlace | None = None  # where this rank was when the fit ended
 
     def run(self) -> None:
@@ -338,9 +336,10 @@ class JoinFitLoop(FitLoop):
             How many batches it may give away in a step, if it said so; whether it could not say how many it has left;
             whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
         """
-        most, unknown, even, rank = self._max_sent_per_step, self._unsaid, self._was_even, self.trainer.global_rank
-        self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
-        return most[rank] if most is not None else None, rank in unknown, even
+        record, self._resumed = self._resumed or {}, None
+        most, rank = record.get("max_sent_per_step"), self.trainer.global_rank
+        was_even = not record.get("over", True) and record.get("even", False)
+        return None if most is None else most[rank], rank in record.get("unknown", ()), was_even
 
     def _place(self) -> LoaderPlace | None:
         fetcher = self._data_fetcher
@@ -421,8 +420,7 @@ class JoinFitLoop(FitLoop):
         if is_other:
             check_world(record, trainer.world_size, is_over, trainer.limit_train_batches)
         elif resumes:
-            self._max_sent_per_step, self._unsaid = most, record.get("unknown", ())
-            self._was_even = not record["over"] and record.get("even", False)
+            self._resumed = record
             if is_dealt_anew(record, trainer.world_size):
                 check_limit(trainer.limit_train_batches)
         if record["step"] or not is_other:

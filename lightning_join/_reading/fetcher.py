@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -113,13 +114,9 @@ class ReadAheadFetcher(DataFetcher):
         self.claimed: int | None = None
         self.taken = self._skipped = 0
         self.left = False
-        # Before which read a batch came, batches of the fetcher's that were `None` among them: of those that have been
-        # read, of those of each step that is planned, and of the current step's first one.
-        self._before: deque[int] = deque()
-        self._reserved: deque[list[int]] = deque()
-        self._current: int | None = None
+        self._nones: list[int] = []  # batches that were `None`: after how many others each was read
+        self._reserved: deque[list[Any]] = deque()  # the batches of each step that is planned
         self._in_step = 0  # batches of the step that is run now
-        self._planned: list[Any] = []  # batches of the step that was planned last
         self._guard: RefillGuard | None = None
 
     def measure(self) -> Loaders:
@@ -192,10 +189,10 @@ class ReadAheadFetcher(DataFetcher):
         """
         if self._position is None:
             return None
-        read, repeats = self._read_so_far, repeats and self._current is not None
-        taken = self._oldest if repeats else self._next
-        trained = self.taken - (self._in_step if repeats else 0)
-        mine = {"skipped": taken - trained, "has_left": self.left and not repeats, "plan": None, "left": False}
+        read, again = self._read_so_far, self._in_step if repeats else 0
+        taken = self._before(self.taken - again) if again else self._next
+        trained = self.taken - again
+        mine = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
         try:
             return {**self._position.place(taken, read, self.exhausted and taken == read), **mine}
         except UnsupportedError as error:
@@ -205,16 +202,14 @@ class ReadAheadFetcher(DataFetcher):
     def _read_so_far(self) -> int:
         return self.fetched + self._skipped
 
+    def _before(self, number: int) -> int:
+        """Before which read this batch of the epoch came, batches that were `None` among them."""
+        return number + self._skipped - sum(before >= number for before in self._nones)
+
     @property
     def _next(self) -> int:
         """Before which read the batch came that is not trained on yet."""
-        waiting = [before for step in self._reserved for before in step] or [*self._before]
-        return waiting[0] if waiting else self._read_so_far
-
-    @property
-    def _oldest(self) -> int:
-        """The same, or that of the current step."""
-        return self._next if self._current is None else self._current
+        return self._before(self.taken) if any(self._reserved) or self.batches else self._read_so_far
 
     def fill(self, ahead: int = 2) -> int | None:
         """Read until `ahead` batches are there or the loader ends.
@@ -255,7 +250,6 @@ class ReadAheadFetcher(DataFetcher):
             StopIteration: There is none.
         """
         batch = self.batches.popleft() if self.batches else self._read()
-        self._current = self._before.popleft()
         self.taken += 1
         self._in_step = 1
         return batch
@@ -286,28 +280,25 @@ class ReadAheadFetcher(DataFetcher):
 
     def reserve(self, count: int) -> list[Any]:
         """See `Source`; `begin_step` takes them."""
-        count = min(count, len(self.batches))
-        self._reserved.append([self._before.popleft() for _ in range(count)])
-        self._planned = [self.batches.popleft() for _ in range(count)]
-        return self._planned[:]
+        batches = [self.batches.popleft() for _ in range(min(count, len(self.batches)))]
+        self._reserved.append(batches)
+        return batches[:]
 
     def begin_step(self) -> None:
         """Take the batches of the next step that has been planned: they count as used, whoever trains on them."""
-        before = self._reserved.popleft()
-        self._current = before[0] if before else None
-        self._in_step = len(before)
+        self._in_step = len(self._reserved.popleft())
         self.taken += self._in_step
 
     def _read(self) -> Any:
         if self._guard is None:
             return self._read_next()
-        return self._guard.read([*self._planned, *self.batches], self._read_next)
+        return self._guard.read([*chain(*self._reserved), *self.batches], self._read_next)
 
     def _read_next(self) -> Any:
         assert self._position is not None
-        before = self._read_so_far
         if self._position.keeps:
-            self._position.keep(before, self._oldest)
+            oldest = self._before(self.taken - self._in_step) if self._in_step else self._next
+            self._position.keep(self._read_so_far, oldest)
         try:
             batch, _, _ = super().__next__()
         finally:
@@ -325,16 +316,15 @@ class ReadAheadFetcher(DataFetcher):
             )
             self.fetched -= 1
             self._skipped += 1
+            self._nones.append(self.fetched)
             if self.length is not None:
                 self.length -= 1
                 if self.fetched >= self.length:
                     raise StopIteration
             batch, _, _ = super().__next__()
-        self._before.append(before)
         return batch
 
     def drop(self) -> None:
         """Leave the rest of the epoch unread."""
-        self.batches.clear()
-        self._before.clear()  # what was read ahead is lost
+        self.batches.clear()  # what was read ahead is lost
         self.exhausted = self.left = True
