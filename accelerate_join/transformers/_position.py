@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from accelerate_join._compat_transformers import refuse_to_resize
 from accelerate_join._loaders import dealer_of, drawn_from, known_as
-from accelerate_join._positions import dealt_among, read_all, rest_of, write
+from accelerate_join._positions import NO_MORE, dealt_among, read_all, rest_of, write
 from torch_join import UnsupportedError
 from torch_join.integration import Order, ReadStep
 
@@ -94,6 +94,7 @@ class Position:
             return
         over, dealer = self._is_over, dealer_of(self._loader)
         place = {
+            **NO_MORE,
             "iteration": self.passes + over,
             "order": self._order.place(over),
             "amid": not over,
@@ -102,8 +103,6 @@ class Position:
             "deals": [] if over else self._deals,
             "dealt": None if dealer is None else dealer.batch,
             "gives": gives,
-            "has_no_rest": False,
-            "state": None,
             "epoch": epoch,
             "is_resized": self.is_resized,
         }
@@ -152,14 +151,5 @@ def _place_in(record: dict[str, Any]) -> dict[str, Any]:
         return record["places"][0]  # type: ignore[no-any-return]
     # Of 0.2.0, which the next release reads no more.
     amid = bool(record["taken"]) or not record["order"]["ended"]
-    since: dict[str, Any] = {
-        "deals": [],
-        "dealt": None,
-        "gives": False,
-        "has_no_rest": False,
-        "state": None,
-        "epoch": None,
-        "is_resized": False,
-    }
     known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
-    return {**since, **known, "order": record["order"]}
+    return {**NO_MORE, **known, "order": record["order"], "epoch": None, "is_resized": False}

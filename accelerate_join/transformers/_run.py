@@ -20,7 +20,7 @@ from accelerate_join._active import ActiveOperations
 from accelerate_join._compat import forget_prepared, gather
 from accelerate_join._loaders import DEALER, deals_out, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
-from accelerate_join.transformers._loader import EvenedLoader, Said
+from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._stopping import Stopping
@@ -199,12 +199,12 @@ class Run:
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
         """Find the lengths of all ranks' loaders; all ranks meet."""
-        mine = *loader.said, bool(self._monitors)
+        mine = loader.length, loader.own_examples, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
-        check_monitored([monitored for *_, monitored in everyone])
-        said = [Said(*said) for *said, _ in everyone]
-        loader.tell(said)
-        dealt = [each.examples if deals_out(loader.loader) else None for each in said]
+        lengths, examples, monitored = zip(*everyone, strict=True)
+        check_monitored(monitored)
+        loader.tell(lengths, examples)
+        dealt = examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
             warnings.warn(text, stacklevel=2)
 
