@@ -7,14 +7,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._collectives import ActiveCollectives
 from torch_join import UnsupportedError
 from torch_join.integration import (
-    Lockstep,
     follow_sharded_model,
     is_engine,
     is_sharded_model,
@@ -26,8 +25,6 @@ from torch_join.integration import (
 class Sharded(Joining):
     """How a sharded model's step is run."""
 
-    join: Lockstep | None
-
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -38,7 +35,12 @@ class Sharded(Joining):
         model, module = self.model, self.lightning_module
         assert model is not None
         assert module is not None
-        self.check_sharded(model)
+        if not (is_sharded_model(model) or is_engine(model)):  # an engine averages in each stage
+            raise UnsupportedError(
+                f"{type(self).__name__} finds nothing in {type(module).__name__} that FSDP has sharded:"
+                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
+                " dimension of self.device_mesh), or use strategy='ddp_join'."
+            )
         if not fitting:
             follow_sharded_model(self.driver, model)
             return
@@ -48,15 +50,6 @@ class Sharded(Joining):
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
         self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())
-
-    def check_sharded(self, model: nn.Module) -> None:
-        """Raise if nobody averages the gradients of a model; an engine does in each stage."""
-        if not (is_sharded_model(model) or is_engine(model)):
-            raise UnsupportedError(
-                f"{type(self).__name__} finds nothing in {type(self.lightning_module).__name__} that FSDP has sharded:"
-                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
-                " dimension of self.device_mesh), or use strategy='ddp_join'."
-            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:

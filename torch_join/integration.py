@@ -15,7 +15,6 @@ from torch_join._base.attributes import setting
 from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
-from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
 from torch_join._base.sampler import dealt_again
 from torch_join._base.weighting import Count, factor_of_count
@@ -60,15 +59,15 @@ from torch_join.rows_file import FileRows, RowsPart, read_rows
 # fmt: off
 __all__ = [
     "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord", "Evened",
-    "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint",
-    "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Position", "RankRecord", "ReadStep", "Reader",
-    "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver", "StepMirror", "Stopwatch",
-    "broadcast", "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly",
-    "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given",
-    "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward",
-    "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
-    "join_with", "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops",
-    "place_of_state", "read_rows", "refuse_position", "renamed", "resumed_at", "sampler_of", "set_own", "setting",
+    "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "ModelShadow",
+    "ModuleMetrics", "Options", "Order", "Participant", "Position", "RankRecord", "ReadStep", "Reader", "Rebalancing",
+    "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver", "StepMirror", "Stopwatch", "broadcast",
+    "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly", "draws_globally",
+    "driver_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order",
+    "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
+    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
+    "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state",
+    "read_rows", "refuse_position", "renamed", "resumed_at", "sampler_of", "set_own", "setting",
     "sharded_lockstep_join", "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs",
     "use_device", "warn_renamed", "whole_signature",
 ]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
-from accelerate_join._compat import forget_prepared, gather
+from accelerate_join._compat import gather
 from accelerate_join._loaders import DEALER, deals_out, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader
@@ -47,40 +47,6 @@ from torch_join.integration import (
     telling_failures,
     use_device,
 )
-
-
-def check_supported(trainer: Any) -> None:
-    """Raise if ranks without a batch cannot take part in how a trainer trains; all ranks find the same.
-
-    Raises:
-        UnsupportedError: So it is.
-    """
-    name = type(trainer).__name__
-    _prepared.check_supported(trainer.accelerator, name)
-    if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
-        raise UnsupportedError(
-            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch leaves"
-            " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
-        )
-    if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
-        raise UnsupportedError(
-            f"{name}: several ranks compute each batch of a tensor-parallel model together. Shard it by"
-            " FSDP, or give all ranks equally many batches and leave JoinTrainerMixin out."
-        )
-    if trainer.args.auto_find_batch_size:
-        raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
-            " memory, and the others do not. Find per_device_train_batch_size in one process, and set it."
-        )
-
-
-def have_wrapped(trainer: Any) -> None:
-    """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
-    wrapped = trainer.model_wrapped
-    if isinstance(_unwrapped(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
-        return
-    trainer.model_wrapped = trainer.model
-    forget_prepared(trainer.model)
 
 
 class StepOperations(ActiveOperations, Participant):
@@ -343,7 +309,7 @@ class Run:
             self._join = sharded_lockstep_join(self.driver, wrapper)
             self._follows_evaluation = True
             return self._join
-        ddp = _unwrapped(wrapper)
+        ddp = _prepared.unwrap(wrapper)
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinError(
                 f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so that"
@@ -431,7 +397,10 @@ class Run:
             try:
                 return join.run_inside(partial(own, self._model, inputs, *args, **kwargs))
             except AttributeError as error:
-                if error.name != "module" or error.obj not in (self._model, _unwrapped(self._model)):
+                if error.name != "module" or error.obj not in (
+                    self._model,
+                    getattr(self._model, "_orig_mod", self._model),
+                ):
                     raise
                 raise UnsupportedError(
                     f"{type(self._trainer).__name__}.compute_loss asks its model for `module`, as if that were a"
@@ -610,7 +579,3 @@ def _plain(value: Any) -> Any:
 def _skip(loader: Any, number: int) -> Any:
     skips = loader.without_first if isinstance(loader, EvenedLoader) else partial(_compat.skip_first_batches, loader)
     return skips(number)
-
-
-def _unwrapped(model: Any) -> Any:
-    return getattr(model, "_orig_mod", model)  # `torch.compile`'s

@@ -120,10 +120,10 @@ class JoinEpochLoop(TrainingEpochLoop):
         others = [each.scheduler for each in trainer.lr_scheduler_configs]
         everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, others)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
-        loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
+        loaders = [said for said, *_ in everyone]
         _loaders.check(loaders)
-        self._steps_alike = _loaders.steps_alike(loaders, range(len(loader.flattened)))
-        self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said in loaders])
+        self._steps_alike = _loaders.steps_alike(loaders, range(len(loaders[0].limits)))
+        self._fit_loop.set_lengths(loaders)
         self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
         for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
             if claimed is not None:
@@ -140,15 +140,10 @@ class JoinEpochLoop(TrainingEpochLoop):
             return
         count = join.driver.members.count
         if not was_even:
-            options = {
-                "taken": data_fetcher.taken,
-                "max_sent_per_step": most,
-                "count": count,
-                "leaves": data_fetcher.left,
-            }
-            options["is_certain"] = data_fetcher.is_certain
             # What has been read ahead tells more than was known then; the steps are to be those that were planned.
-            join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
+            length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
+            how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
+            join.rebalance(rebalancing, data_fetcher, length, **how)
         if join.plan is None:
             if count is not None:
                 join.count_first(self._next_count(data_fetcher))

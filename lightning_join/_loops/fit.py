@@ -102,16 +102,16 @@ class JoinFitLoop(FitLoop):
 
         They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
         """
-        fetcher, loader = self.fetcher, self.fetcher.combined_loader
-        trainer: Any = self.trainer
-        fetcher.limit = trainer.limit_train_batches
-        everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
+        self.fetcher.limit = self.trainer.limit_train_batches
+        everyone = channel_of(self.trainer).gather(self.fetcher.measure(), of=_loaders.Loaders)
         self.is_planned = any(any(each.planned) for each in everyone)
-        self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
+        self.set_lengths(everyone)
         return everyone
 
-    def set_lengths(self, lengths: Sequence[int | float]) -> None:
+    def set_lengths(self, everyone: Sequence[_loaders.Loaders]) -> None:
         """Take the number of batches, and what follows from it, from the longest rank; or from all that rebalance."""
+        assert self._combined_loader is not None
+        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
         steps = max(lengths)
         if rebalancing_of(self.trainer) is not None and steps != float("inf"):
             steps = steps_of([int(length) for length in lengths])
@@ -160,8 +160,7 @@ class JoinFitLoop(FitLoop):
     def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
         # As in later epochs, and before Lightning, which would not say whose dataloaders have no length, and knows of
         # neither what is rebalanced nor a combined loader that is shorter on each rank than its longest parts.
-        assert self._combined_loader is not None
-        self.set_lengths([_loaders.total_length(self._combined_loader, each.limits) for each in everyone])
+        self.set_lengths(everyone)
         trainer: Any = self.trainer
         interval = trainer.val_check_batch or 0  # none where it is in seconds
         validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
