@@ -219,20 +219,22 @@ class JoinTrainerMixin:
         return super().num_examples(dataloader)  # type: ignore[misc,no-any-return]
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        run, evened = self._join_run, isinstance(dataloader, EvenedLoader)
-        if run is not None and evened:
+        run = self._join_run if isinstance(dataloader, EvenedLoader) else None
+        if run is not None:
             run.tell_lengths(dataloader)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         folder = None if args.ignore_data_skip else self._resumes_from
-        return values if run is None or folder is None or not evened else run.resume(folder, dataloader, values)
+        if run is None or folder is None:
+            return values
+        return run.position.resume(self, folder, dataloader, values)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
-        resized = None if self._join_run is None else self._join_run.resized
+        resized = None if self._join_run is None else self._join_run.position.resized
         return found if resized is None else (resized.epoch, resized.before)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        resized = None if self._join_run is None else self._join_run.resized
+        resized = None if self._join_run is None else self._join_run.position.resized
         if resized is not None and kwargs.get("epoch") == resized.epoch:
             kwargs |= {"steps_in_epoch": resized.batches, "num_update_steps_per_epoch": resized.updates}
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]

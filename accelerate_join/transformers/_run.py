@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,6 @@ class StepOperations(ActiveOperations, Participant):
         return super().gather(data)
 
 
-class Resized(NamedTuple):
-    """The epoch in which other ranks, or more data, go on, in this job's steps: as if it had made all of them."""
-
-    epoch: int
-    before: int  # how many batches come before those that are left
-    batches: int  # how many there are with them
-    updates: int  # of the optimizer's steps
-
-
 class Run:
     """What ranks do together from the begin of a loop of Trainer's to its end.
 
@@ -105,7 +96,6 @@ class Run:
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
         self.position = Position(trainer.accelerator)
-        self.resized: Resized | None = None
         self._source: int | None = None  # the rank that knows of all steps since the last hand-over
 
     def __enter__(self) -> "Run":
@@ -173,44 +163,6 @@ class Run:
         dealt = examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
             warnings.warn(text, stacklevel=2)
-
-    def resume(self, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
-        """Go on at the place that is in a checkpoint; all ranks meet.
-
-        Args:
-            folder: The checkpoint's.
-            loader: What is trained on.
-            values: What `Trainer.set_initial_training_values` returns.
-
-        Returns:
-            The same, or where its epochs had another number of steps what follows for this job.
-
-        Raises:
-            UnsupportedError: What they have left is not known.
-        """
-        position, args = self.position, self._trainer.args
-        if not position.load(folder, loader.loader) or None in loader.lengths:
-            return values
-        (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
-        done, batches, before = _compat.steps_in(folder), len(loader), position.taken
-        has_made_all = position.rest is None and done == position.passes * per_epoch + before // window
-        if has_made_all or not (position.is_resized or position.is_at_end):
-            return values  # these ranks have made all of its steps, in epochs of as many
-        _compat.check_resizes(self._trainer, position.is_resized)
-        if position.rest is not None:
-            left = max(self.channel.gather(len(position.rest.batch_sampler), of=int))
-            share = min(position.share, 1 - 1 / (1 + left))
-            before = window * max(1, round(share / (1 - share) * left / window))
-            batches = before + left
-        share, updates = before / max(1, batches), -(-batches // window)
-        self.resized = Resized(position.passes, before, batches, updates)
-        left_updates, epochs = updates - before // window, args.num_train_epochs - position.passes
-        if args.max_steps > 0:
-            count = position.passes + 1 + math.ceil(max(0, steps - done - left_updates) / per_epoch)
-        else:
-            steps = done + math.ceil(min(1.0, max(0.0, epochs - share) / max(1e-9, 1 - share)) * left_updates)
-            steps += math.ceil(max(0.0, epochs - 1) * per_epoch)
-        return (count, per_epoch, *between, steps)
 
     # ------------------------------------------------------------ reading
 

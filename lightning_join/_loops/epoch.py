@@ -227,10 +227,11 @@ class JoinEpochLoop(TrainingEpochLoop):
     def end_step(self, output: Any, kwargs: OrderedDict[str, Any]) -> Any:
         """Return what the last hooks of the step get for its output, and prepare for them."""
         trainer: Any = self.trainer
-        join = join_of(trainer)
+        join, fetcher = join_of(trainer), self._fit_loop.fetcher
+        goes_on = bool(fetcher.batches) or not fetcher.exhausted
         if join.joined:
             output = self._placeholder.output or output
-        elif not self._has_next(self._fit_loop.fetcher):
+        elif not (goes_on if join.plan is None else join.plan.has_batch(1)):
             self._placeholder.keep(next(iter(kwargs.values())), output)
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         if self._lacks_values:
@@ -405,10 +406,6 @@ class JoinEpochLoop(TrainingEpochLoop):
         if update_plateau_schedulers and not (interval == "step" and self._should_accumulate()):
             index = self.batch_idx if interval == "step" else trainer.current_epoch
             check_plateaus(trainer, join.channel, interval, index)
-
-    def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
-        plan = join_of(self.trainer).plan
-        return plan.has_batch(1) if plan is not None else bool(data_fetcher.batches) or not data_fetcher.exhausted
 
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
