@@ -228,10 +228,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Return what the last hooks of the step get for its output, and prepare for them."""
         trainer: Any = self.trainer
         join, fetcher = join_of(trainer), self._fit_loop.fetcher
-        goes_on = bool(fetcher.batches) or not fetcher.exhausted
         if join.joined:
             output = self._placeholder.output or output
-        elif not (goes_on if join.plan is None else join.plan.has_batch(1)):
+        elif not (fetcher.has_more if join.plan is None else join.plan.has_batch(1)):
             self._placeholder.keep(next(iter(kwargs.values())), output)
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         if self._lacks_values:
@@ -353,7 +352,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         if (count := join.driver.members.count) is None or join.plan is not None:  # which counts what this rank gets
             return 0
         self._check_accumulation()
-        return count(data_fetcher.batches[0]) if data_fetcher.batches else 0
+        return data_fetcher.count(count) if data_fetcher.read(0) else 0
 
     def _check_accumulation(self) -> None:
         """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""

@@ -14,7 +14,7 @@ from lightning_join._compat import CombinedLoader, DataFetcher, PrefetchDataFetc
 from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
 from torch_join import UnsupportedError
-from torch_join.integration import LoaderPlace, Position, RefillGuard, Resuming, is_length_certain
+from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain
 
 
 class _Begun:
@@ -59,8 +59,8 @@ def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
     return True
 
 
-class ReadAheadFetcher(DataFetcher):
-    """Holds the next batches, so that this rank knows one step ahead that it comes to its end.
+class ReadAheadFetcher(DataFetcher, Reader[Any]):
+    """Reads ahead through Lightning's iterator, so that this rank knows one step ahead that it comes to its end.
 
     The loader's iterator is made when the epoch's steps begin, and not where Lightning asks for it:
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
@@ -69,10 +69,7 @@ class ReadAheadFetcher(DataFetcher):
     Attributes:
         limit: How many batches are used of an epoch's, or which share of them.
         said: What the dataloaders say of their numbers of batches, limits included.
-        batches: The batches that have been read and not been used.
-        exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
-        taken: How many batches of this epoch have been taken.
         left: Whether this rank has left the epoch, though there may be more batches.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
         is_over: Whether the epoch has ended.
@@ -90,7 +87,7 @@ class ReadAheadFetcher(DataFetcher):
         self.rebalances = False
         self.resuming = resuming
         self.keeper: Any = None
-        self._position: Position | None = None  # in this epoch
+        self._position: Any = None  # a `Position`, once this epoch has begun
         self.is_over = False
         self.reset()
 
@@ -109,8 +106,7 @@ class ReadAheadFetcher(DataFetcher):
 
     def reset(self) -> None:
         self.fetched = 0
-        self.batches: deque[Any] = deque()
-        self.exhausted = False
+        self._ahead, self._ended = deque[Any](), False
         self.claimed: int | None = None
         self.taken = self._skipped = 0
         self.left = False
@@ -177,7 +173,7 @@ class ReadAheadFetcher(DataFetcher):
             self.iterator = position.iterator
         return position
 
-    def place(self, repeats: bool = False) -> LoaderPlace | None:
+    def place(self, repeats: bool = False) -> LoaderPlace | None:  # type: ignore[override]
         """Return where training is in the dataloaders, whatever has been read ahead.
 
         Args:
@@ -190,11 +186,11 @@ class ReadAheadFetcher(DataFetcher):
         if self._position is None:
             return None
         read, again = self._read_so_far, self._in_step if repeats else 0
-        taken = self._before(self.taken - again) if again else self._next
-        trained = self.taken - again
+        trained = self.trained_on - again
+        taken = self._before(trained) if again else self._next
         mine = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
         try:
-            return {**self._position.place(taken, read, self.exhausted and taken == read), **mine}
+            return {**self._position.place(taken, read, self._ended and taken == read), **mine}
         except UnsupportedError as error:
             return {"refused": str(error)}
 
@@ -209,7 +205,7 @@ class ReadAheadFetcher(DataFetcher):
     @property
     def _next(self) -> int:
         """Before which read the batch came that is not trained on yet."""
-        return self._before(self.taken) if any(self._reserved) or self.batches else self._read_so_far
+        return self._before(self.trained_on) if any(self._reserved) or self._ahead else self._read_so_far
 
     def fill(self, ahead: int = 2) -> int | None:
         """Read until `ahead` batches are there or the loader ends.
@@ -217,20 +213,7 @@ class ReadAheadFetcher(DataFetcher):
         Returns:
             The number of this epoch's batches, if this call came to the end; else `None`.
         """
-        if self.exhausted:
-            return None
-        while len(self.batches) < ahead:
-            if self.length is not None and self.fetched >= self.length and not self._may_have_more:
-                break
-            try:
-                self.batches.append(self._read())
-            except StopIteration:
-                self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
-                break
-        else:
-            return None
-        self.exhausted = True
-        return self.fetched
+        return None if self._ended or self.has_next(ahead) else self.fetched
 
     @property
     def _may_have_more(self) -> bool:
@@ -244,21 +227,19 @@ class ReadAheadFetcher(DataFetcher):
         self.length, self._has_read = self.fetched, True
 
     def take(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: There is none.
-        """
-        batch = self.batches.popleft() if self.batches else self._read()
-        self.taken += 1
         self._in_step = 1
-        return batch
+        return super().take()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be another batch."""
+        return bool(self._ahead) or not self._ended
 
     @property
     def remaining(self) -> int | None:
         """How many batches have not been taken, as far as the loader says."""
-        if self.exhausted:
-            return len(self.batches)
+        if self._ended:
+            return len(self._ahead)
         return None if self.length is None else max(0, int(self.length) - self.taken)
 
     @property
@@ -271,33 +252,30 @@ class ReadAheadFetcher(DataFetcher):
         assert self._guard is not None
         self._guard.gives = True
 
-    def read(self, ahead: int) -> int:
-        self.fill(ahead)
-        return len(self.batches)
-
-    def peek(self) -> Any:
-        return self.batches[0]
-
     def reserve(self, count: int) -> list[Any]:
         """See `Source`; `begin_step` takes them."""
-        batches = [self.batches.popleft() for _ in range(min(count, len(self.batches)))]
+        batches = [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
         self._reserved.append(batches)
+        self.taken += len(batches)
         return batches[:]
 
     def begin_step(self) -> None:
         """Take the batches of the next step that has been planned: they count as used, whoever trains on them."""
         self._in_step = len(self._reserved.popleft())
-        self.taken += self._in_step
 
     def _read(self) -> Any:
-        if self._guard is None:
-            return self._read_next()
-        return self._guard.read([*chain(*self._reserved), *self.batches], self._read_next)
+        assert self._guard is not None
+        if self.length is not None and self.fetched >= self.length and not self._may_have_more:
+            raise StopIteration
+        try:
+            return self._guard.read([*chain(*self._reserved), *self._ahead], self._read_next)
+        except StopIteration:
+            self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
+            raise
 
     def _read_next(self) -> Any:
-        assert self._position is not None
         if self._position.keeps:
-            oldest = self._before(self.taken - self._in_step) if self._in_step else self._next
+            oldest = self._before(self.trained_on - self._in_step) if self._in_step else self._next
             self._position.keep(self._read_so_far, oldest)
         try:
             batch, _, _ = super().__next__()
@@ -326,5 +304,5 @@ class ReadAheadFetcher(DataFetcher):
 
     def drop(self) -> None:
         """Leave the rest of the epoch unread."""
-        self.batches.clear()  # what was read ahead is lost
-        self.exhausted = self.left = True
+        self._ahead.clear()  # what was read ahead is lost
+        self._ended = self.left = True
