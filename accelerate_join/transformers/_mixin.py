@@ -21,7 +21,7 @@ from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._compat import forget_prepared, has_prepared
 from accelerate_join._loaders import length_of, refuse_distributed_sampler
-from accelerate_join.transformers._evaluation import by_rank
+from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
 from torch_join import JoinTypeError, UnsupportedError, Weighting
@@ -271,7 +271,7 @@ class JoinTrainerMixin:
             return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
         with self._joining():
             if self._join_run is not None:
-                given = self._join_run.in_one_order(given)
+                given = in_one_order(self._join_run.channel, given)
             if eval_dataset is not None:
                 return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
             self.eval_dataset = given  # Trainer asks for each by its name

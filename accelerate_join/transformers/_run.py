@@ -454,22 +454,6 @@ class Run:
 
     # ------------------------------------------------------------ evaluation
 
-    def in_one_order(self, datasets: dict[str, Any]) -> dict[str, Any]:
-        """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
-
-        Raises:
-            JoinValueError: The ranks have other names.
-        """
-        everyone = self.channel.gather([*map(str, datasets)], of=list[str])
-        if any({*names} != {*everyone[0]} for names in everyone):
-            by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
-            raise JoinValueError(
-                f"The ranks have evaluation datasets of other names ({by_rank}), and evaluate them together, one after"
-                " the other. Give all ranks the same names; a rank without samples of one has a dataset of none."
-            )
-        by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
-        return dict(by_name[name] for name in everyone[0])
-
     @contextmanager
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
         """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's samples in each step."""

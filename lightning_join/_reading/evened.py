@@ -76,10 +76,9 @@ def evened(
         named: type[EvenedLoader] = type(type(loaders[-1]).__name__, (EvenedLoader,), {})
         return named(loaders[-1], partial(find_longest, len(loaders) - 1))
 
-    # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
-    outermost = setting(strategy, sets_up=True, process_dataloader=stand_in)
     try:
-        with outermost:
+        # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
+        with setting(strategy, sets_up=True, process_dataloader=stand_in):
             yield
     finally:
         combined = loop._combined_loader
