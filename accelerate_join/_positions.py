@@ -26,13 +26,12 @@ from accelerate_join._loaders import (
     deals_out,
     drawn_from,
     known_as,
-    length_of,
     skipped_in,
     with_rest,
 )
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Deal, Order, gather_objects, global_kept, resumed_at, set_own, setting
+from torch_join.integration import Deal, Order, gather_objects, global_kept, length_of, resumed_at, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 _VERSION = 3  # of the files

@@ -28,7 +28,7 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
-from torch_join._lockstep.evened import Beginning, Evened, EvenedLoader, broadcast
+from torch_join._lockstep.evened import Beginning, Evened, EvenedLoader, broadcast, length_of
 from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._monitor.monitor import check_monitored
@@ -66,8 +66,8 @@ __all__ = [
     "driver_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order",
     "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
     "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
-    "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state",
-    "read_rows", "refuse_position", "renamed", "resumed_at", "sampler_of", "set_own", "setting",
+    "keeps_place", "leads_to", "length_of", "listed", "name_ranks", "naming_missing", "open_channel", "own_loops",
+    "place_of_state", "read_rows", "refuse_position", "renamed", "resumed_at", "sampler_of", "set_own", "setting",
     "sharded_lockstep_join", "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs",
     "use_device", "warn_renamed", "whole_signature",
 ]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import without_none
-from accelerate_join._loaders import PreparedReader, length_of
+from accelerate_join._loaders import PreparedReader
 from torch_join import UnsupportedError
 from torch_join.integration import EvenedLoader as CoreEvenedLoader
+from torch_join.integration import length_of
 
 
 class EvenedLoader(CoreEvenedLoader):

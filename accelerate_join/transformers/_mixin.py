@@ -20,12 +20,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._compat import forget_prepared, has_prepared
-from accelerate_join._loaders import length_of, refuse_distributed_sampler
+from accelerate_join._loaders import refuse_distributed_sampler
 from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import Options, factor_of_count, setting
+from torch_join.integration import Options, factor_of_count, length_of, setting
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
