@@ -140,17 +140,14 @@ def gather_in_order(
 
     Args:
         accelerator: The accelerator.
-        rows: A list of this process's structures, one for each batch; or one structure. That is a tensor with a row for
-            each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or an empty
-            list, on a process without a batch.
-        indices: The samples' indices: a sequence or a tensor for each structure; one, where `rows` is one.
+        rows: See `torch_join.Join.gather`.
+        indices: Likewise.
         rank: The process that gets them; by default all do.
         order: `"dataset"`: indices are of a dataset that all processes have, as they are by default. `"shards"`: each
             has one of its own.
 
     Returns:
-        One structure, of all samples: tensors joined along their first dimension, lists end to end; mappings as
-        dictionaries. `None` on other processes than `rank`, and where none has a batch.
+        See `torch_join.Join.gather`.
 
     Raises:
         JoinValueError: On all processes, if the rows of one cannot be joined; or if there are no indices, while a

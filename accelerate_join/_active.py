@@ -11,6 +11,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather, gather_object
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class ActiveOperations:
             JoinError: The ranks' tensors differ in more than their number of rows.
         """
         if self.are_over():
-            return _compat.current_gather(data)
+            return gather(data)
         tensors: list[Tensor] = []
         recursively_apply(tensors.append, data, error_on_other_type=True)
         if not tensors:
@@ -80,7 +81,7 @@ class ActiveOperations:
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
         if self.are_over():
-            return _compat.current_gather_object(data)
+            return gather_object(data)  # type: ignore[no-any-return]
         self.before_gather("accelerator.gather_object")
         self.announce("gather_object", self._for_metrics)
         with self.tail_log.own_collectives():

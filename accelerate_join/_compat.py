@@ -109,16 +109,6 @@ def forget_prepared(model: torch.nn.Module) -> None:
 gather: Callable[[Any], Any] = operations._gpu_gather
 
 
-def current_gather(data: Any) -> Any:
-    """Do what Accelerate's `gather` does now."""
-    return operations._gpu_gather(data)
-
-
-def current_gather_object(data: Any) -> list[Any]:
-    """Do what Accelerate's `gather_object` does now."""
-    return operations._gpu_gather_object(data)  # type: ignore[no-any-return]
-
-
 def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Return Accelerate's `__iter__` for loaders without batches too.
 

@@ -38,6 +38,7 @@ from torch_join.integration import (
     Reader,
     draws_exactly,
     in_turn,
+    length_of,
     refuse_position,
     setting,
 )
@@ -201,14 +202,6 @@ def dealt_samples(loader: PreparedLoader) -> int | None:
         return None
     dataset = loader.dataset
     return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
-
-
-def length_of(sized: Any) -> int | None:
-    """Return the length of what may have none."""
-    try:
-        return len(sized)
-    except TypeError:
-        return None
 
 
 def remainder(loader: PreparedLoader) -> int:

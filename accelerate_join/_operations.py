@@ -25,7 +25,7 @@ from torch_join.integration import (
     telling_failures,
 )
 
-_CALL, _SAVE, _OF_MODEL = "call", "save_state", "of a model"
+_CALL, _SAVE = "call", "save_state"
 _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
@@ -39,9 +39,8 @@ class Operations(ActiveOperations, Participant):
 
     kinds: ClassVar[dict[str, Any]] = {
         **ActiveOperations.kinds,
-        _CALL: tuple[str, tuple[Any, ...], dict[str, Any]],
+        _CALL: tuple[str, int | None, tuple[Any, ...], dict[str, Any]],
         _SAVE: tuple[tuple[Any, ...], dict[str, Any], bool, tuple[list[int], int], bool, Any, Any],
-        _OF_MODEL: tuple[str, int, tuple[Any, ...], dict[str, Any]],
     }
 
     driver: LoopDriver
@@ -83,13 +82,13 @@ class Operations(ActiveOperations, Participant):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""
-        with self._together(_CALL, ("load_state", args, kwargs)):
-            self._load(args, kwargs)
+        with self._together(_CALL, ("load_state", None, args, kwargs)):
+            self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, with the values of the lowest active rank if it has joined."""
         if self.driver.find_main_joined():
-            self.announce_open(_CALL, ("log", args, kwargs))
+            self.announce_open(_CALL, ("log", None, args, kwargs))
         args, kwargs = self.driver.of_leader((args, kwargs))
         self._call("log", args, kwargs)
 
@@ -174,7 +173,7 @@ class Operations(ActiveOperations, Participant):
                 f"{name} of a sharded {type(model).__name__} that is none of the prepared models, while some rank has"
                 " joined and cannot know which one is meant. Give what accelerator.prepare returned."
             )
-        with self._together(_OF_MODEL, (name, place, args, kwargs)):
+        with self._together(_CALL, (name, place, args, kwargs)):
             return self._call(name, (model, *args), kwargs)
 
     def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
@@ -193,26 +192,20 @@ class Operations(ActiveOperations, Participant):
         elif kind == _SAVE:
             with self._together():
                 self._save(*payload)
-        elif kind == _OF_MODEL:
-            name, place, args, kwargs = payload
-            with self._together():
-                self._call(name, (_compat.models(self._accelerator)[place], *args), kwargs)
-        elif payload[0] == "load_state":
-            with self._together():
-                self._load(*payload[1:])
         else:
-            self._call(*payload)
+            name, place, args, kwargs = payload
+            model = () if place is None else (_compat.models(self._accelerator)[place],)
+            with nullcontext() if name == "log" else self._together():
+                self._call(name, (*model, *args), kwargs)
 
     # ------------------------------------------------------------ on both
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in _CALLED:
             raise JoinError(f"A rank that has joined was told to call {name[:60]!r}, which no rank announces.")
-        return getattr(self._type, name)(self._accelerator, *args, **kwargs)
-
-    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _positions.loaded(self._accelerator, kwargs.get("load_kwargs")):
-            self._call("load_state", args, kwargs)
+        loads = name == "load_state"
+        with _positions.loaded(self._accelerator, kwargs.get("load_kwargs")) if loads else nullcontext():
+            return getattr(self._type, name)(self._accelerator, *args, **kwargs)
 
     def _save(
         self,

@@ -26,17 +26,17 @@ from accelerate_join._loaders import (
     deals_out,
     drawn_from,
     known_as,
-    length_of,
     skipped_in,
     with_rest,
 )
 from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinError, UnsupportedError
-from torch_join.integration import Deal, Order, gather_objects, global_kept, resumed_at, set_own, setting
+from torch_join.integration import Deal, Order, gather_objects, global_kept, length_of, resumed_at, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 _VERSION = 3  # of the files
-_SINCE_0_2: dict[str, Any] = {"taken": None, "deals": [], "dealt": None, "gives": False}
+# Of a place that says no more than where it is.
+NO_MORE: dict[str, Any] = {"deals": [], "dealt": None, "gives": False, "has_no_rest": False, "state": None}
 # Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
 When = tuple[list[int], int]
 
@@ -267,7 +267,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
     newest = next(record for record in everyone if record is not None)
     places = [None if record is None else record["places"] for record in everyone]
     if "version" not in newest:  # of 0.2.0, which the next release reads no more
-        places = [each and [place and {**_SINCE_0_2, **place} for place in each] for each in places]
+        places = [each and [place and {**NO_MORE, "taken": None, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
         if accelerator.distributed_type is DistributedType.NO and any(p and p["amid"] for p in newest["places"]):

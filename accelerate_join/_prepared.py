@@ -85,9 +85,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         wrappers = _compat.wrappers(accelerator, is_wrapped)
     models = list(filter(is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
-        if is_called_itself(model):
-            continue
-        if any(model is one for one in known):
+        if is_called_itself(model) or any(model is one for one in known):
             continue
         if not found and is_wrapped(model):
             warnings.warn(

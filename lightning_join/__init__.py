@@ -28,8 +28,7 @@ from torch_join.integration import naming_missing as _naming_missing
 with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor.monitor import JoinMonitor
-    from lightning_join._names import ENGINES as _ENGINES
-    from lightning_join._names import ddp_names as _ddp_names
+    from lightning_join._names import names as _names
     from lightning_join._predicting.gather import gather_predictions
     from lightning_join._predicting.writer import JoinPredictionWriter, read_predictions
     from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
@@ -56,9 +55,6 @@ __all__ = [
     "read_predictions",
 ]
 
-for _strategy in (DDPJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy, DeepSpeedJoinStrategy):
-    _strategy.register_strategies(StrategyRegistry)
-
 
 class _OnFirstUse:
     """A strategy of Fabric's, for its registry, which takes whatever can be called."""
@@ -72,13 +68,7 @@ class _OnFirstUse:
         return getattr(fabric, self._name)(**options)
 
 
-for _name, _options in _ddp_names("ddp_join"):
-    _OF_FABRIC.register(_name, _OnFirstUse("DDPJoinStrategy"), **_options)
-_OF_FABRIC.register("fsdp_join", _OnFirstUse("FSDPJoinStrategy"), "FSDP on uneven dataloaders")
-_OF_FABRIC.register(
-    "model_parallel_join", _OnFirstUse("ModelParallelJoinStrategy"), "fully_shard on uneven dataloaders"
-)
-for _name, _options in _ENGINES.items():
-    _OF_FABRIC.register(
-        _name, _OnFirstUse("DeepSpeedJoinStrategy"), description="DeepSpeed on uneven dataloaders", **_options
-    )
+for _kind, _name, _description, _options in _names(of_fabric=False):
+    StrategyRegistry.register(_name, globals()[_kind], _description, **_options)
+for _kind, _name, _description, _options in _names(of_fabric=True):
+    _OF_FABRIC.register(_name, _OnFirstUse(_kind), _description, **_options)

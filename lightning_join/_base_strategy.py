@@ -1,7 +1,7 @@
 """What the strategies of this package have in common: all but how a model's step is run."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
@@ -34,11 +33,11 @@ from torch_join.integration import (
     ModuleMetrics,
     Options,
     Placeholder,
+    PlaceholderLockstep,
     Rebalancing,
     StepDriver,
     open_channel,
     runs_in_ray,
-    telling_failures,
     use_device,
     warn_renamed,
 )
@@ -50,25 +49,16 @@ _OF_A_RUN = (
 )
 
 
-class Joining(ParallelStrategy):
+class Joining(JoiningStrategy):
     """A strategy that trains exactly on uneven dataloaders; `DDPJoinStrategy` describes its arguments."""
 
     # Makes it the plain strategy again that a `JoinCallback` has found.
     undo: Callable[[], None] | None = None
     # What Lightning's messages name, and what is to be used here.
     _remedies: ClassVar[dict[str, str]] = {}
-    metrics: ModuleMetrics | None = None
-    rebalancing: Rebalancing | None = None
     _step_values: StepValues | None = None
     _timeout: timedelta | None
-    # Until a run of several processes begins there is nobody else.
-    channel = Channel()
-    driver: StepDriver | None = None
     monitored = False  # by a callback, in the fit that begins
-    join: Any = None
-    # Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others wait for.
-    sets_up = False
-    around_step: ExitStack  # what is around a step's transfer, then around its hooks
 
     # What was chosen, to be read only: it is the same on all ranks.
     weighting = property(attrgetter("options.weighting"))
@@ -150,13 +140,13 @@ class Joining(ParallelStrategy):
         if self.world_size == 1:
             return
         check_module(self.lightning_module)
-        take_over(trainer, cast(JoiningStrategy, self))
+        take_over(trainer, self)
         use_device(self.root_device, None)  # before the channel, which may have to go by it
         self.channel = open_channel(timeout=self._timeout or self.options.timeout)
         self.sets_up = True
         self.driver = StepDriver(self.channel, self.options, extract_batch_size)
         self.rebalancing = Rebalancing(self.driver.members, self.options.rebalance)
-        self._step_values = self.driver.add(partial(StepValues, strategy=cast(JoiningStrategy, self)))
+        self._step_values = self.driver.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -223,7 +213,6 @@ class Joining(ParallelStrategy):
         return checkpoint
 
     def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
-        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
         return nullcontext() if self._step_values is None else self._step_values.around_update(key, item, value)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -255,14 +244,10 @@ class Joining(ParallelStrategy):
 
     # ------------------------------------------------------------ who is in a step, and its collectives
 
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
-        return self.join is not None and self.join.in_tail and self.join.joined
-
     def run_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a `training_step`, on a batch or, on a finished rank, on a placeholder, which is logged nowhere."""
         assert self.metrics is not None
+        assert self.join is not None
         with ExitStack() as stack:
             stack.enter_context(self.join.active_step())
             if self.join.joined:
@@ -281,18 +266,17 @@ class Joining(ParallelStrategy):
 
     @property
     def all_call(self) -> bool:
-        return self.join is not None and self.join.runs_placeholders and self.join.in_step
+        return isinstance(self.join, PlaceholderLockstep) and self.join.in_step
 
     @property
     def in_placeholder(self) -> bool:
-        return self.all_call and self.join.joined
+        return self.all_call and self.joined
 
     @property
     def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
-        if self.all_call and self.join.in_tail:
-            return self.join.active_ranks  # type: ignore[no-any-return]
-        return self.driver.ranks if self.driver is not None else None
+        if self.all_call and self.join is not None and self.join.in_tail:
+            return self.join.active_ranks
+        return super().step_ranks
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         return self.step_ranks
@@ -341,21 +325,6 @@ class Joining(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self.meet_in_set_up()
         return super().broadcast(obj, src)  # type: ignore[safe-super]
-
-    @contextmanager
-    def around_run(self, last: bool = True) -> Iterator[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
-
-        Args:
-            last: Whether no other loop runs after it before the teardown.
-        """
-        self.sets_up = False
-        with telling_failures(self.channel):
-            yield
-        if last:
-            self.channel.close(meets=True)
-        else:
-            self.channel.gather(None)
 
     def __repr__(self) -> str:
         # Part of the error with which the other package's trainer refuses this object.

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_join import UnsupportedError
-from torch_join.integration import Channel, Options, in_backward, join_rows, whole_signature
-
-_MOST_DIMENSIONS = 16
+from torch_join.integration import Channel, Options, gather_objects, in_backward, join_rows, whole_signature
 
 
 class ActiveCollectives:
@@ -25,7 +23,6 @@ class ActiveCollectives:
     # Whether what ranks gather now surely has the same shape on all of them: something of batches that are all full.
     gathers_alike = False
     world_size: int
-    root_device: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,9 +104,7 @@ class ActiveCollectives:
             among = None if ranks is None or self.all_call else (f"shapes/{channel.records}", ranks)
             found = channel.gather(mine, of=list[int], among=among)
             return dict(zip(range(len(found)) if among is None else sorted(among[1]), found, strict=True))
-        padded = torch.tensor([len(mine), *mine, *[0] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS], device=self.root_device)
-        everyone = super().all_gather(padded)  # type: ignore[misc]
-        return {rank: each[1 : 1 + each[0]] for rank, each in enumerate(everyone.tolist())}
+        return dict(enumerate(gather_objects(mine, "A shape", None)))
 
     def _check_shapes(self, shapes: dict[int, list[int]]) -> None:
         if all(shape == next(iter(shapes.values())) for shape in shapes.values()):

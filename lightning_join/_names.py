@@ -3,31 +3,32 @@
 from collections.abc import Iterator
 from typing import Any
 
-
-def start_methods(name: str) -> list[tuple[str, str]]:
-    """Return the names under which a strategy is registered, and how each starts its processes."""
-    methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    return [(name + suffix, method) for suffix, method in methods.items()]
-
-
-ENGINES: dict[str, dict[str, Any]] = {  # the names of strategies of DeepSpeed engines, and what each is called with
-    "deepspeed_join": {},
-    "deepspeed_join_stage_1": {"stage": 1},
-    "deepspeed_join_stage_2": {"stage": 2},
-    "deepspeed_join_stage_3": {"stage": 3},
-    "deepspeed_join_stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "deepspeed_join_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_ENGINES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_stage_1": {"stage": 1},
+    "_stage_2": {"stage": 2},
+    "_stage_3": {"stage": 3},
+    "_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
 }
 
 
-def ddp_names(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Go through the names of a strategy that trains by DDP, and what each is called with."""
-    for called, start_method in start_methods(name):
-        options = {"start_method": start_method}
-        yield called, {"description": f"DDP on uneven dataloaders, with `start_method` '{start_method}'", **options}
+def names(of_fabric: bool) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Go through the names: the class of each, itself, what it is, and what the class is called with."""
+    what = "on uneven dataloaders"
+    for suffix, method in _START_METHODS.items():
+        options = {"start_method": method}
+        described = f"DDP {what}, with `start_method` '{method}'"
+        yield "DDPJoinStrategy", f"ddp_join{suffix}", described, options
         for finds in (False, True):
-            described = f"DDP on uneven dataloaders, with `start_method` '{start_method}', unused parameters: {finds}"
-            yield (
-                f"{called}_find_unused_parameters_{str(finds).lower()}",
-                {"description": described, **options, "find_unused_parameters": finds},
-            )
+            name = f"ddp_join{suffix}_find_unused_parameters_{str(finds).lower()}"
+            more = {**options, "find_unused_parameters": finds}
+            yield "DDPJoinStrategy", name, f"{described}, unused parameters: {finds}", more
+        if not of_fabric:
+            yield "FSDPJoinStrategy", f"fsdp_join{suffix}", f"FSDP {what}, with `start_method` '{method}'", options
+    if of_fabric:
+        yield "FSDPJoinStrategy", "fsdp_join", f"FSDP {what}", {}
+    yield "ModelParallelJoinStrategy", "model_parallel_join", f"fully_shard {what}", {}
+    for suffix, options in _ENGINES.items():
+        yield "DeepSpeedJoinStrategy", f"deepspeed_join{suffix}", f"DeepSpeed {what}", options

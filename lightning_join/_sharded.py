@@ -7,15 +7,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._collectives import ActiveCollectives
-from lightning_join._names import ENGINES, start_methods
 from torch_join import UnsupportedError
 from torch_join.integration import (
-    Lockstep,
     PlaceholderLockstep,
     follow_sharded_model,
     is_engine,
@@ -27,8 +25,6 @@ from torch_join.integration import (
 
 class Sharded(Joining):
     """How a sharded model's step is run."""
-
-    join: Lockstep | None
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -48,7 +44,12 @@ class Sharded(Joining):
                 )
             self.join = PlaceholderLockstep(self.driver, model, self.take_joinables())
             return
-        self.check_sharded(model)
+        if not (is_sharded_model(model) or is_engine(model)):  # an engine averages in each stage
+            raise UnsupportedError(
+                f"{type(self).__name__} finds nothing in {type(module).__name__} that FSDP has sharded:"
+                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
+                " dimension of self.device_mesh), or use strategy='ddp_join'."
+            )
         if not fitting:
             follow_sharded_model(self.driver, model)
             return
@@ -58,15 +59,6 @@ class Sharded(Joining):
                 " model is sharded. Use automatic optimization, or strategy='ddp_join'."
             )
         self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())
-
-    def check_sharded(self, model: nn.Module) -> None:
-        """Raise if nobody averages the gradients of a model; an engine does in each stage."""
-        if not (is_sharded_model(model) or is_engine(model)):
-            raise UnsupportedError(
-                f"{type(self).__name__} finds nothing in {type(self.lightning_module).__name__} that FSDP has sharded:"
-                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
-                " dimension of self.device_mesh), or use strategy='ddp_join'."
-            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:
@@ -86,7 +78,6 @@ class Sharded(Joining):
         return output
 
     def shadow_training_step(self) -> Tensor:
-        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert self.join is not None
         with self.precision_plugin.train_step_context():
             return self.join.shadow_forward()
@@ -124,8 +115,6 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """
 
     strategy_name = "fsdp_join"
-    # Of its own strategies of these names Lightning says that they need a GPU.
-    _registered_strategies: list[str] = []  # noqa: RUF012  Lightning's
 
     def __init__(
         self, *args: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen", **kwargs: Any
@@ -138,12 +127,6 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
             super()._configure_launcher()
         else:
             self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, start_method in start_methods(cls.strategy_name):
-            description = f"FSDP on uneven dataloaders, with `start_method` '{start_method}'"
-            strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
 class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
@@ -164,10 +147,6 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
 
     strategy_name = "model_parallel_join"
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("model_parallel_join", cls, description="fully_shard on uneven dataloaders")
-
 
 class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
@@ -187,8 +166,3 @@ class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """
 
     strategy_name = "deepspeed_join"
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, options in ENGINES.items():
-            strategy_registry.register(name, cls, description="DeepSpeed on uneven dataloaders", **options)

@@ -16,7 +16,6 @@ from lightning_join._base_strategy import Joining
 from lightning_join._checks import check_manual, check_strategy
 from lightning_join._collectives import ActiveCollectives
 from lightning_join._loops.optimization import NOTHING
-from lightning_join._names import ddp_names
 from lightning_join._training.manual import ManualParticipant
 from torch_join.integration import LockstepJoin, ModelShadow, PlaceholderLockstep
 
@@ -101,7 +100,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         return ddp
 
     def wrap_again(self) -> None:
-        """Build DDP anew, on all ranks, for the parameters that train now."""
         assert isinstance(self.model, DistributedDataParallel)
         self.model = self.model.module
         self.configure_ddp()
@@ -118,7 +116,6 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         return NOTHING if output is None and self.lightning_module.automatic_optimization else output  # type: ignore[return-value]
 
     def shadow_training_step(self) -> Tensor:
-        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
         assert isinstance(self.join, LockstepJoin)
         assert self._manual is not None
         with self.precision_plugin.train_step_context():
@@ -144,8 +141,3 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)
             return output
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, options in ddp_names(cls.strategy_name):
-            strategy_registry.register(name, cls, **options)

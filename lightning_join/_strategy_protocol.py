@@ -1,70 +1,87 @@
 """What the other modules of this package ask of the strategy, and how they get at it from a trainer."""
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_join._compat import ResultMetric
-from torch_join.integration import Channel, Lockstep, ModuleMetrics, Options, Rebalancing, StepDriver
+from torch_join.integration import (
+    Channel,
+    Lockstep,
+    ModuleMetrics,
+    Options,
+    Rebalancing,
+    StepDriver,
+    telling_failures,
+)
 
 
-class JoiningStrategy(Protocol):
-    """The strategy, as the loops, the logged values and the training under it see it.
-
-    `DDPJoinStrategy` is one. It builds all of them, and none of them imports it.
+class JoiningStrategy(ParallelStrategy):
+    """The strategy, as the loops, the logged values and the training under it see it; none of them imports a real one.
 
     Attributes:
         options: What the user has chosen.
-        channel: Small messages between the ranks, and the meetings of all of them.
+        channel: Small messages between the ranks, and the meetings of all of them. Until a run of several processes
+            begins there is nobody else.
         driver: Serves, on a rank without a batch, what the others do in a step; `None` outside of a run.
         join: Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit.
         metrics: The module's metrics of torchmetrics; `None` outside of a run.
         rebalancing: What rebalances batches, if they are; `None` outside of a run.
         around_step: What is around a training step's transfer, then around its hooks.
         gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
-        joined: Whether this rank has run out of batches while others have not.
-        step_ranks: The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`.
-        lightning_module: The module that is run.
-        root_device: This rank's device.
-        optimizers: Those that `configure_optimizers` has returned.
+        sets_up: Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others
+            wait for.
     """
 
     options: Options
-    channel: Channel
-    driver: StepDriver | None
-    join: Lockstep | None
-    metrics: ModuleMetrics | None
-    rebalancing: Rebalancing | None
+    channel = Channel()
+    driver: StepDriver | None = None
+    join: Lockstep | None = None
+    metrics: ModuleMetrics | None = None
+    rebalancing: Rebalancing | None = None
     around_step: ExitStack
-    gathers_alike: bool
-    joined: bool
-    step_ranks: tuple[int, ...] | None
-    lightning_module: "pl.LightningModule | None"
-    root_device: torch.device
-    optimizers: list[torch.optim.Optimizer]
+    gathers_alike = False
+    sets_up = False
 
-    def around_run(self, last: bool = True) -> AbstractContextManager[None]:
-        """Put around a run of a loop, the `last` one before the teardown or not: see `Joining`."""
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
+        return self.join is not None and self.join.in_tail and self.join.joined
+
+    @property
+    def step_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        return self.driver.ranks if self.driver is not None else None
+
+    @contextmanager
+    def around_run(self, last: bool = True) -> Iterator[None]:
+        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+
+        Args:
+            last: Whether no other loop runs after it before the teardown.
+        """
+        self.sets_up = False
+        with telling_failures(self.channel):
+            yield
+        if last:
+            self.channel.close(meets=True)
+        else:
+            self.channel.gather(None)
 
     def wrap_again(self) -> None:
         """Build DDP anew, on all ranks, for the parameters that train now."""
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
+        raise NotImplementedError
 
     def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
         """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
-
-    # The rest is of Lightning's own `DDPStrategy`.
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks that take part; all of these call it."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `src`'s object on the ranks that take part; all of these call it."""
+        raise NotImplementedError
 
 
 def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:

@@ -15,7 +15,6 @@ from torch_join._base.attributes import setting
 from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
-from torch_join._base.membership import MeetingPoint
 from torch_join._base.names import check_names, naming_missing
 from torch_join._base.sampler import dealt_again
 from torch_join._base.weighting import Count, factor_of_count
@@ -29,12 +28,13 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._handover.mirror import Changes, StepMirror
 from torch_join._handover.objects import gather as gather_objects
 from torch_join._lockstep.base import Lockstep
-from torch_join._lockstep.evened import Beginning, Evened, EvenedLoader, broadcast
+from torch_join._lockstep.evened import Beginning, Evened, EvenedLoader, broadcast, length_of
 from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.placeholder_lockstep import PlaceholderLockstep
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._monitor.monitor import check_monitored
 from torch_join._monitor.records import EpochRecord, RankRecord
+from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants import ModuleMetrics, Participant
 from torch_join._participants.arguments import listed
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
@@ -63,16 +63,16 @@ from torch_join.rows_file import FileRows, RowsPart, read_rows
 # fmt: off
 __all__ = [
     "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord", "Evened",
-    "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "MeetingPoint",
-    "ModelShadow", "ModuleMetrics", "Options", "Order", "Participant", "Placeholder", "PlaceholderLockstep", "Position",
-    "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide",
-    "StepDriver", "StepMirror", "StopSignals", "broadcast", "check_monitored", "check_names", "closed", "dealer_of",
+    "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver", "ModelShadow",
+    "ModuleMetrics", "Options", "Order", "Participant", "Placeholder", "PlaceholderLockstep", "Position", "RankRecord",
+    "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver",
+    "StepMirror", "StopSignals", "Stopwatch", "broadcast", "check_monitored", "check_names", "closed", "dealer_of",
     "dealt_again", "draws_exactly", "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model",
     "forget_states", "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch",
     "holds_parts", "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
-    "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "listed", "name_ranks", "naming_missing",
-    "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed", "resumed_at",
-    "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
+    "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "length_of", "listed", "name_ranks",
+    "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed",
+    "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
     "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
 ]
 # fmt: on

@@ -8,7 +8,8 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 
 from accelerate_join import _compat_transformers as _compat
-from torch_join.integration import ReadStep, StepDriver, broadcast
+from torch_join import JoinValueError
+from torch_join.integration import Channel, ReadStep, StepDriver, broadcast
 
 
 class Evaluation:
@@ -88,6 +89,23 @@ class Evaluation:
             return own(data[:1].repeat(rows), *args, **kwargs)
         gathered = own((data[:1] / (self._world_size * max(1, rows))).repeat(rows), *args, **kwargs)
         return gathered * len(gathered)
+
+
+def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
+    """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
+
+    Raises:
+        JoinValueError: The ranks have other names.
+    """
+    everyone = channel.gather([*map(str, datasets)], of=list[str])
+    if any({*names} != {*everyone[0]} for names in everyone):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
+        raise JoinValueError(
+            f"The ranks have evaluation datasets of other names ({by_rank}), and evaluate them together, one after"
+            " the other. Give all ranks the same names; a rank without samples of one has a dataset of none."
+        )
+    by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
+    return dict(by_name[name] for name in everyone[0])
 
 
 def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
@@ -13,21 +13,10 @@ from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import active_loader, without_none
-from accelerate_join._loaders import PreparedReader, length_of
+from accelerate_join._loaders import PreparedReader
 from torch_join import UnsupportedError
 from torch_join.integration import EvenedLoader as CoreEvenedLoader
-
-
-class Said(NamedTuple):
-    """What a rank says of a loader of its own, before anybody asks for a length.
-
-    Attributes:
-        length: Of its loader; `None` without one.
-        examples: In its dataset; `None` if that has no length.
-    """
-
-    length: int | None
-    examples: int | None
+from torch_join.integration import length_of
 
 
 class EvenedLoader(CoreEvenedLoader):
@@ -57,23 +46,23 @@ class EvenedLoader(CoreEvenedLoader):
     ) -> None:
         super().__init__(loader, without_rows, trains, rebalances)
         self.owns = owns
-        self._everyone: Sequence[Said] = ()
+        self._examples: Sequence[int | None] = ()
         self._find_run = find_run
         self.resumes_stream = False
 
-    @property
-    def said(self) -> Said:
-        """What this rank has to say."""
-        return Said(self.length, length_of(self.loader.dataset))
+    def tell(self, lengths: Sequence[int | None], examples: Sequence[int | None]) -> None:
+        """Note what each rank says: how many batches it has, and how many samples its dataset."""
+        self.lengths, self._examples = lengths, examples
 
-    def tell(self, everyone: Sequence[Said]) -> None:
-        """Note what each rank has said."""
-        self._everyone, self.lengths = everyone, [said.length for said in everyone]
+    @property
+    def own_examples(self) -> int | None:
+        """How many samples this rank's dataset has; `None` if it has no length."""
+        return length_of(self.loader.dataset)
 
     @property
     def examples(self) -> int | None:
         """How many samples all ranks' datasets have; `None` if nobody knows."""
-        numbers = [said.examples for said in self._everyone or [self.said]]
+        numbers = self._examples or [self.own_examples]
         if not self.owns:
             return numbers[0]
         return None if None in numbers else sum(number or 0 for number in numbers)
@@ -104,7 +93,7 @@ class EvenedLoader(CoreEvenedLoader):
         left = None if run is None else run.position.take_rest()
         number = number if run is None else run.position.to_skip(number)
         rest.loader = _compat.skip_first_batches(self.loader, number) if left is None else left
-        rest.tell(())
+        rest.tell((), ())
         return rest
 
     def set_epoch(self, epoch: int) -> None:

@@ -12,18 +12,20 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from accelerate_join import _compat_transformers as _compat
-from accelerate_join._compat import has_prepared
-from accelerate_join._loaders import length_of, refuse_distributed_sampler
-from accelerate_join.transformers._evaluation import by_rank
+from accelerate_join import _prepared
+from accelerate_join._compat import forget_prepared, has_prepared
+from accelerate_join._loaders import refuse_distributed_sampler
+from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
-from accelerate_join.transformers._run import Run, check_supported, have_wrapped
+from accelerate_join.transformers._run import Run
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import Options, factor_of_count, setting
+from torch_join.integration import Options, factor_of_count, length_of, setting
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
@@ -217,20 +219,22 @@ class JoinTrainerMixin:
         return super().num_examples(dataloader)  # type: ignore[misc,no-any-return]
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        run, evened = self._join_run, isinstance(dataloader, EvenedLoader)
-        if run is not None and evened:
+        run = self._join_run if isinstance(dataloader, EvenedLoader) else None
+        if run is not None:
             run.tell_lengths(dataloader)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         folder = None if args.ignore_data_skip else self._resumes_from
-        return values if run is None or folder is None or not evened else run.resume(folder, dataloader, values)
+        if run is None or folder is None:
+            return values
+        return run.position.resume(self, folder, dataloader, values)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
-        resized = None if self._join_run is None else self._join_run.resized
+        resized = None if self._join_run is None else self._join_run.position.resized
         return found if resized is None else (resized.epoch, resized.before)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        resized = None if self._join_run is None else self._join_run.resized
+        resized = None if self._join_run is None else self._join_run.position.resized
         if resized is not None and kwargs.get("epoch") == resized.epoch:
             kwargs |= {"steps_in_epoch": resized.batches, "num_update_steps_per_epoch": resized.updates}
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
@@ -243,7 +247,7 @@ class JoinTrainerMixin:
         if self.args.world_size == 1 or self._join_run is not None:
             yield
             return
-        check_supported(self)
+        _check_supported(self)
         with Run(self) as run, setting(self, _join_run=run), run.telling_failures():
             yield
 
@@ -253,7 +257,7 @@ class JoinTrainerMixin:
             _compat.refuse_to_resize(folder, 1)
         with self._joining(), setting(self, _resumes_from=folder):
             if self._join_run is not None:
-                have_wrapped(self)
+                _have_wrapped(self)
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -267,7 +271,7 @@ class JoinTrainerMixin:
             return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
         with self._joining():
             if self._join_run is not None:
-                given = self._join_run.in_one_order(given)
+                given = in_one_order(self._join_run.channel, given)
             if eval_dataset is not None:
                 return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
             self.eval_dataset = given  # Trainer asks for each by its name
@@ -309,6 +313,40 @@ def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
         return self._evened(trains, get.__get__(self), *args, **kwargs)
 
     return call
+
+
+def _check_supported(trainer: Any) -> None:
+    """Raise if ranks without a batch cannot take part in how a trainer trains; all ranks find the same.
+
+    Raises:
+        UnsupportedError: So it is.
+    """
+    name = type(trainer).__name__
+    _prepared.check_supported(trainer.accelerator, name)
+    if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
+        raise UnsupportedError(
+            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch leaves"
+            " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
+        )
+    if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
+        raise UnsupportedError(
+            f"{name}: several ranks compute each batch of a tensor-parallel model together. Shard it by"
+            " FSDP, or give all ranks equally many batches and leave JoinTrainerMixin out."
+        )
+    if trainer.args.auto_find_batch_size:
+        raise UnsupportedError(
+            f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
+            " memory, and the others do not. Find per_device_train_batch_size in one process, and set it."
+        )
+
+
+def _have_wrapped(trainer: Any) -> None:
+    """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
+    wrapped = trainer.model_wrapped
+    if isinstance(_prepared.unwrap(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
+        return
+    trainer.model_wrapped = trainer.model
+    forget_prepared(trainer.model)
 
 
 def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """How uneven the dataloaders are, and what that costs, in a trainer's logs."""
 
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError
-from torch_join.integration import Channel, EpochRecord, RankRecord, Rebalancing
+from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
 
 _logger = logging.get_logger(__name__)
 # Of a run; the second logs values as its trainer does.
@@ -37,35 +37,35 @@ class JoinMonitor(TrainerCallback):
         JoinValueError: `plot` is given and matplotlib is missing.
     """
 
-    _joined_at: int | None
-    _watched: _Watched | None
-
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
         self._monitor = CoreMonitor(report, plot=plot)
         self.epochs: list[EpochRecord] = self._monitor.epochs
-        self.watch(None)
-        self._begin()
+        self._stopwatch = Stopwatch()
+        self._joined = False
+        self._watched: _Watched | None = None
 
     def watch(self, watched: _Watched | None) -> None:
         """A run begins, or ends."""
         self._watched = watched
-        self._given_bytes = 0
 
     def note_step(self, joined: bool) -> None:
         """A step of training begins."""
+        self._joined = joined
         if not joined:
-            self._batches += 1
-            return
-        if self._joined_at is None:
-            self._joined_at, self._joined_time = self._batches, self._now()
-        self._shadow_steps += 1
+            self._stopwatch.take()
 
     def note_pause(self, seconds: float) -> None:
         """An evaluation has ended, which took so long."""
-        self._paused += seconds
+        self._stopwatch.pause(seconds)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._begin()
+        self._stopwatch = Stopwatch(given_bytes=0 if self._watched is None else self._watched[-1].nbytes)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if not self._joined:
+            self._stopwatch.ask()
+
+    on_substep_end = on_step_end
 
     def on_epoch_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if self._watched is None:
@@ -75,36 +75,14 @@ class JoinMonitor(TrainerCallback):
                     " JoinTrainer, put JoinTrainerMixin before the trainer's class, or leave JoinMonitor out."
                 )
             return
-        seconds = active = self._now() - self._start
-        if self._joined_at is not None:
-            active = self._joined_time - self._start if self._batches else 0.0
         channel, log, rebalancing = self._watched
-        given_bytes, self._given_bytes = rebalancing.nbytes - self._given_bytes, rebalancing.nbytes
-        mine = RankRecord(
-            self._batches,
-            self._shadow_steps,
-            self._joined_at,
-            active,
-            seconds,
-            *rebalancing.exchanged,
-            given_bytes,
-        )
-        record = EpochRecord(len(self.epochs), tuple(channel.gather(mine, of=RankRecord)))
-        self._monitor.add(record, rebalancing.enabled)
+        mine = replace(self._stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
+        record = self._monitor.add_loop(mine, channel, True, rebalancing.enabled)
+        if record is None:
+            return
         if state.is_world_process_zero:
-            self._monitor.write_in_time()
             _logger.warning(f"JoinMonitor: {record}")
         log(record.metrics())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._monitor.write_rest()
-
-    def _begin(self) -> None:
-        self._batches = self._shadow_steps = 0
-        self._joined_at = None
-        self._paused = 0.0
-        self._start = self._joined_time = time.monotonic()
-
-    def _now(self) -> float:
-        """Return seconds on a clock that stands still in evaluations."""
-        return time.monotonic() - self._paused

@@ -8,19 +8,30 @@ Where another number of ranks goes on, the loader has what the others have left,
 job's steps had come before, in the share of the epoch that is over.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import accelerate
 from accelerate.data_loader import DataLoaderShard
 
-from accelerate_join._compat_transformers import refuse_to_resize
+from accelerate_join import _compat_transformers as _compat
 from accelerate_join._loaders import dealer_of, drawn_from, known_as
-from accelerate_join._positions import dealt_among, read_all, rest_of, write
+from accelerate_join._positions import NO_MORE, dealt_among, read_all, rest_of, write
+from accelerate_join.transformers._loader import EvenedLoader
 from torch_join import UnsupportedError
-from torch_join.integration import Order, ReadStep
+from torch_join.integration import Order, ReadStep, gather_objects
 
 _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip=True"
+
+
+class Resized(NamedTuple):
+    """The epoch in which other ranks, or more data, go on, in this job's steps: as if it had made all of them."""
+
+    epoch: int
+    before: int  # how many batches come before those that are left
+    batches: int  # how many there are with them
+    updates: int  # of the optimizer's steps
 
 
 class Position:
@@ -32,21 +43,21 @@ class Position:
     Attributes:
         passes: How often the loader has been gone through before.
         taken: How many steps with a batch of this pass have been made, on the longest rank.
-        share: How much of the epoch that goes on was over.
-        rest: What is left for this rank of an epoch that other ranks have begun; `None` unless it goes on.
-        is_at_end: Whether the checkpoint is of an epoch's end, as Trainer counted when it was written.
+        resized: The epoch that goes on, if its steps are not those that Trainer counts; `None` if they are.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
         self.passes, self.taken = 0, 0
-        self.rest: DataLoaderShard | None = None
-        self.share, self.is_at_end = 0.0, False
+        self.resized: Resized | None = None
+        self._rest: DataLoaderShard | None = None  # for this rank, of an epoch that other ranks have begun
+        self._share = 0.0  # how much of the epoch that goes on was over
+        self._is_at_end = False  # whether the checkpoint is of an epoch's end, as Trainer counted when it was written
         self._own, self._before = 0, 0  # of this rank's batches: trained on in this job, and in this deal before it
         self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
         self._loader: DataLoaderShard | None = None
         self._passes_before = 0  # those that Trainer does not count, of a stream
-        self.is_resized = False  # whether another number of ranks has made some of the steps
+        self._is_resized = False  # whether another number of ranks has made some of the steps
         self._is_over = False  # whether that was the last one
         self._order: Order | None = None
         self._pending: dict[str, Any] | None = None
@@ -78,7 +89,7 @@ class Position:
 
     def take_rest(self) -> DataLoaderShard | None:
         """Return what is left for this rank of an epoch that other ranks have begun, once."""
-        rest, self.rest = self.rest, None
+        rest, self._rest = self._rest, None
         return rest
 
     def save(self, folder: str, epoch: float | None, gives: bool) -> None:
@@ -94,6 +105,7 @@ class Position:
             return
         over, dealer = self._is_over, dealer_of(self._loader)
         place = {
+            **NO_MORE,
             "iteration": self.passes + over,
             "order": self._order.place(over),
             "amid": not over,
@@ -102,24 +114,57 @@ class Position:
             "deals": [] if over else self._deals,
             "dealt": None if dealer is None else dealer.batch,
             "gives": gives,
-            "has_no_rest": False,
-            "state": None,
             "epoch": epoch,
-            "is_resized": self.is_resized,
+            "is_resized": self._is_resized,
         }
         record = {"when": None, "world_size": accelerator.num_processes, "places": [place]}
         write(folder, accelerator.process_index, record)
 
-    def load(self, folder: str, loader: DataLoaderShard) -> bool:
-        """Go on at the place that is in a checkpoint; all ranks call this. Return whether there is one.
+    def resume(self, trainer: Any, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
+        """Go on at the place that is in a checkpoint; all ranks meet.
+
+        Args:
+            trainer: The trainer.
+            folder: The checkpoint's.
+            loader: What is trained on.
+            values: What `Trainer.set_initial_training_values` returns.
+
+        Returns:
+            The same, or where its epochs had another number of steps what follows for this job.
 
         Raises:
-            UnsupportedError: Another number of ranks has written it amid an epoch, and what is left is not known.
+            UnsupportedError: What they have left is not known.
         """
+        args = trainer.args
+        if not self._load(folder, loader.loader) or None in loader.lengths:
+            return values
+        (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
+        done, batches, before = _compat.steps_in(folder), len(loader), self.taken
+        has_made_all = self._rest is None and done == self.passes * per_epoch + before // window
+        if has_made_all or not (self._is_resized or self._is_at_end):
+            return values  # these ranks have made all of its steps, in epochs of as many
+        _compat.check_resizes(trainer, self._is_resized)
+        if self._rest is not None:
+            left = max(gather_objects(len(self._rest.batch_sampler), "What is left", None))
+            share = min(self._share, 1 - 1 / (1 + left))
+            before = window * max(1, round(share / (1 - share) * left / window))
+            batches = before + left
+        share, updates = before / max(1, batches), -(-batches // window)
+        self.resized = Resized(self.passes, before, batches, updates)
+        left_updates, epochs = updates - before // window, args.num_train_epochs - self.passes
+        if args.max_steps > 0:
+            count = self.passes + 1 + math.ceil(max(0, steps - done - left_updates) / per_epoch)
+        else:
+            steps = done + math.ceil(min(1.0, max(0.0, epochs - share) / max(1e-9, 1 - share)) * left_updates)
+            steps += math.ceil(max(0.0, epochs - 1) * per_epoch)
+        return (count, per_epoch, *between, steps)
+
+    def _load(self, folder: str, loader: DataLoaderShard) -> bool:
+        """Take the place that is in a checkpoint; all ranks call this. Return whether there is one."""
         everyone = read_all(folder, self._accelerator)
         newest = next((record for record in everyone if record is not None), None)
         if newest is None:
-            refuse_to_resize(folder, self._accelerator.num_processes)
+            _compat.refuse_to_resize(folder, self._accelerator.num_processes)
             return False
         places = [None if record is None else _place_in(record) for record in everyone]
         rank, world = self._accelerator.process_index, len(places)
@@ -134,16 +179,16 @@ class Position:
             place = dealt_among([each or known for each in places], loader, None in places)
         if place is None:
             return False
-        self.is_resized = place["is_resized"] or world != self._accelerator.num_processes
+        self._is_resized = place["is_resized"] or world != self._accelerator.num_processes
         self.passes = self._passes_before = place["iteration"]
         self._pending, self.taken, self._deals = place, place["steps"], place["deals"]
         if place["deals"]:
             self._order = Order(drawn_from(loader), place["order"], f" Or {_INSTEAD}.")
             self._before = place["taken"]
-            self.rest = rest_of(self._accelerator, loader, self._order, place)
+            self._rest = rest_of(self._accelerator, loader, self._order, place)
         if place["epoch"] is not None:
-            self.share = place["epoch"] - self.passes
-            self.is_at_end = self.passes > 0 and abs(self.share) < 1e-9
+            self._share = place["epoch"] - self.passes
+            self._is_at_end = self.passes > 0 and abs(self._share) < 1e-9
         return True
 
 
@@ -152,14 +197,5 @@ def _place_in(record: dict[str, Any]) -> dict[str, Any]:
         return record["places"][0]  # type: ignore[no-any-return]
     # Of 0.2.0, which the next release reads no more.
     amid = bool(record["taken"]) or not record["order"]["ended"]
-    since: dict[str, Any] = {
-        "deals": [],
-        "dealt": None,
-        "gives": False,
-        "has_no_rest": False,
-        "state": None,
-        "epoch": None,
-        "is_resized": False,
-    }
     known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
-    return {**since, **known, "order": record["order"]}
+    return {**NO_MORE, **known, "order": record["order"], "epoch": None, "is_resized": False}

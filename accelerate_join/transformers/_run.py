@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
-from accelerate_join._compat import forget_prepared, gather
+from accelerate_join._compat import gather
 from accelerate_join._loaders import DEALER, deals_out, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
-from accelerate_join.transformers._loader import EvenedLoader, Said
+from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._stopping import Stopping
@@ -49,40 +49,6 @@ from torch_join.integration import (
 )
 
 
-def check_supported(trainer: Any) -> None:
-    """Raise if ranks without a batch cannot take part in how a trainer trains; all ranks find the same.
-
-    Raises:
-        UnsupportedError: So it is.
-    """
-    name = type(trainer).__name__
-    _prepared.check_supported(trainer.accelerator, name)
-    if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
-        raise UnsupportedError(
-            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch leaves"
-            " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
-        )
-    if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
-        raise UnsupportedError(
-            f"{name}: several ranks compute each batch of a tensor-parallel model together. Shard it by"
-            " FSDP, or give all ranks equally many batches and leave JoinTrainerMixin out."
-        )
-    if trainer.args.auto_find_batch_size:
-        raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
-            " memory, and the others do not. Find per_device_train_batch_size in one process, and set it."
-        )
-
-
-def have_wrapped(trainer: Any) -> None:
-    """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
-    wrapped = trainer.model_wrapped
-    if isinstance(_unwrapped(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
-        return
-    trainer.model_wrapped = trainer.model
-    forget_prepared(trainer.model)
-
-
 class StepOperations(ActiveOperations, Participant):
     """Accelerate's operations in a trainer: of the ranks that have a batch in a step, and of all between steps."""
 
@@ -100,15 +66,6 @@ class StepOperations(ActiveOperations, Participant):
         if isinstance(data, Tensor) and data.ndim == 0 and self.driver.ranks is None:
             return gather(data)  # each rank has one
         return super().gather(data)
-
-
-class Resized(NamedTuple):
-    """The epoch in which other ranks, or more data, go on, in this job's steps: as if it had made all of them."""
-
-    epoch: int
-    before: int  # how many batches come before those that are left
-    batches: int  # how many there are with them
-    updates: int  # of the optimizer's steps
 
 
 class Run:
@@ -139,7 +96,6 @@ class Run:
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
         self.position = Position(trainer.accelerator)
-        self.resized: Resized | None = None
         self._source: int | None = None  # the rank that knows of all steps since the last hand-over
 
     def __enter__(self) -> "Run":
@@ -199,52 +155,14 @@ class Run:
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
         """Find the lengths of all ranks' loaders; all ranks meet."""
-        mine = *loader.said, bool(self._monitors)
+        mine = loader.length, loader.own_examples, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
-        check_monitored([monitored for *_, monitored in everyone])
-        said = [Said(*said) for *said, _ in everyone]
-        loader.tell(said)
-        dealt = [each.examples if deals_out(loader.loader) else None for each in said]
+        lengths, examples, monitored = zip(*everyone, strict=True)
+        check_monitored(monitored)
+        loader.tell(lengths, examples)
+        dealt = examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
             warnings.warn(text, stacklevel=2)
-
-    def resume(self, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
-        """Go on at the place that is in a checkpoint; all ranks meet.
-
-        Args:
-            folder: The checkpoint's.
-            loader: What is trained on.
-            values: What `Trainer.set_initial_training_values` returns.
-
-        Returns:
-            The same, or where its epochs had another number of steps what follows for this job.
-
-        Raises:
-            UnsupportedError: What they have left is not known.
-        """
-        position, args = self.position, self._trainer.args
-        if not position.load(folder, loader.loader) or None in loader.lengths:
-            return values
-        (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
-        done, batches, before = _compat.steps_in(folder), len(loader), position.taken
-        has_made_all = position.rest is None and done == position.passes * per_epoch + before // window
-        if has_made_all or not (position.is_resized or position.is_at_end):
-            return values  # these ranks have made all of its steps, in epochs of as many
-        _compat.check_resizes(self._trainer, position.is_resized)
-        if position.rest is not None:
-            left = max(self.channel.gather(len(position.rest.batch_sampler), of=int))
-            share = min(position.share, 1 - 1 / (1 + left))
-            before = window * max(1, round(share / (1 - share) * left / window))
-            batches = before + left
-        share, updates = before / max(1, batches), -(-batches // window)
-        self.resized = Resized(position.passes, before, batches, updates)
-        left_updates, epochs = updates - before // window, args.num_train_epochs - position.passes
-        if args.max_steps > 0:
-            count = position.passes + 1 + math.ceil(max(0, steps - done - left_updates) / per_epoch)
-        else:
-            steps = done + math.ceil(min(1.0, max(0.0, epochs - share) / max(1e-9, 1 - share)) * left_updates)
-            steps += math.ceil(max(0.0, epochs - 1) * per_epoch)
-        return (count, per_epoch, *between, steps)
 
     # ------------------------------------------------------------ reading
 
@@ -343,7 +261,7 @@ class Run:
             self._join = sharded_lockstep_join(self.driver, wrapper)
             self._follows_evaluation = True
             return self._join
-        ddp = _unwrapped(wrapper)
+        ddp = _prepared.unwrap(wrapper)
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinError(
                 f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so that"
@@ -431,7 +349,10 @@ class Run:
             try:
                 return join.run_inside(partial(own, self._model, inputs, *args, **kwargs))
             except AttributeError as error:
-                if error.name != "module" or error.obj not in (self._model, _unwrapped(self._model)):
+                if error.name != "module" or error.obj not in (
+                    self._model,
+                    getattr(self._model, "_orig_mod", self._model),
+                ):
                     raise
                 raise UnsupportedError(
                     f"{type(self._trainer).__name__}.compute_loss asks its model for `module`, as if that were a"
@@ -533,22 +454,6 @@ class Run:
 
     # ------------------------------------------------------------ evaluation
 
-    def in_one_order(self, datasets: dict[str, Any]) -> dict[str, Any]:
-        """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
-
-        Raises:
-            JoinValueError: The ranks have other names.
-        """
-        everyone = self.channel.gather([*map(str, datasets)], of=list[str])
-        if any({*names} != {*everyone[0]} for names in everyone):
-            by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
-            raise JoinValueError(
-                f"The ranks have evaluation datasets of other names ({by_rank}), and evaluate them together, one after"
-                " the other. Give all ranks the same names; a rank without samples of one has a dataset of none."
-            )
-        by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
-        return dict(by_name[name] for name in everyone[0])
-
     @contextmanager
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
         """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's samples in each step."""
@@ -610,7 +515,3 @@ def _plain(value: Any) -> Any:
 def _skip(loader: Any, number: int) -> Any:
     skips = loader.without_first if isinstance(loader, EvenedLoader) else partial(_compat.skip_first_batches, loader)
     return skips(number)
-
-
-def _unwrapped(model: Any) -> Any:
-    return getattr(model, "_orig_mod", model)  # `torch.compile`'s

@@ -120,10 +120,10 @@ class JoinEpochLoop(TrainingEpochLoop):
         others = [each.scheduler for each in trainer.lr_scheduler_configs]
         everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, others)
         self._validation_due = self._asks_to_validate = self._is_unheard = False
-        loader, loaders = data_fetcher.combined_loader, [said for said, *_ in everyone]
+        loaders = [said for said, *_ in everyone]
         _loaders.check(loaders)
-        self._steps_alike = _loaders.steps_alike(loaders, range(len(loader.flattened)))
-        self._fit_loop.set_lengths([_loaders.total_length(loader, said.limits) for said in loaders])
+        self._steps_alike = _loaders.steps_alike(loaders, range(len(loaders[0].limits)))
+        self._fit_loop.set_lengths(loaders)
         self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
         for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
             if claimed is not None:
@@ -140,15 +140,10 @@ class JoinEpochLoop(TrainingEpochLoop):
             return
         count = join.driver.members.count
         if not was_even:
-            options = {
-                "taken": data_fetcher.taken,
-                "max_sent_per_step": most,
-                "count": count,
-                "leaves": data_fetcher.left,
-            }
-            options["is_certain"] = data_fetcher.is_certain
             # What has been read ahead tells more than was known then; the steps are to be those that were planned.
-            join.rebalance(rebalancing, data_fetcher, None if was_unknown else data_fetcher.remaining, **options)
+            length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
+            how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
+            join.rebalance(rebalancing, data_fetcher, length, **how)
         if join.plan is None:
             if count is not None:
                 join.count_first(self._next_count(data_fetcher))
@@ -235,10 +230,10 @@ class JoinEpochLoop(TrainingEpochLoop):
     def end_step(self, output: Any, kwargs: OrderedDict[str, Any]) -> Any:
         """Return what the last hooks of the step get for its output, and prepare for them."""
         trainer: Any = self.trainer
-        join = join_of(trainer)
+        join, fetcher = join_of(trainer), self._fit_loop.fetcher
         if join.joined:
             output = output if join.runs_placeholders else self._placeholder.output or output
-        elif not self._has_next(self._fit_loop.fetcher):
+        elif not (fetcher.has_more if join.plan is None else join.plan.has_batch(1)):
             self._placeholder.keep(next(iter(kwargs.values())), output)
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         if self._lacks_values:
@@ -360,7 +355,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         if (count := join.driver.members.count) is None or join.plan is not None:  # which counts what this rank gets
             return 0
         self._check_accumulation()
-        return count(data_fetcher.batches[0]) if data_fetcher.batches else 0
+        return data_fetcher.count(count) if data_fetcher.read(0) else 0
 
     def _check_accumulation(self) -> None:
         """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""
@@ -413,10 +408,6 @@ class JoinEpochLoop(TrainingEpochLoop):
         if update_plateau_schedulers and not (interval == "step" and self._should_accumulate()):
             index = self.batch_idx if interval == "step" else trainer.current_epoch
             check_plateaus(trainer, join.channel, interval, index)
-
-    def _has_next(self, data_fetcher: ReadAheadFetcher) -> bool:
-        plan = join_of(self.trainer).plan
-        return plan.has_batch(1) if plan is not None else bool(data_fetcher.batches) or not data_fetcher.exhausted
 
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.

@@ -74,16 +74,14 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         if self._is_amid_fit:
             check_monitored(self.trainer, channel_of(self.trainer))
 
-    def _finish_rounds(self, until: int | None = None) -> None:
-        """Store the values of the dataloaders before `until`; all ranks meet at each."""
-        rounds = self._rounds
-        while rounds.index < (len(rounds.places) if until is None else until):
-            if len(rounds.places) > 1:
-                self._results.dataloader_idx = rounds.index
-            rounds.finish(self._serve_step)
-            metrics_of(self.trainer).renew()
-            cast(JoinResultCollection, self._results).reduce_all()
-            super()._store_dataloader_outputs()
+    def _finish_round(self) -> None:
+        """Store the values of a dataloader."""
+        if len(self._rounds.places) > 1:
+            self._results.dataloader_idx = self._rounds.index
+        self._rounds.finish(self._serve_step)
+        metrics_of(self.trainer).renew()
+        cast(JoinResultCollection, self._results).reduce_all()
+        super()._store_dataloader_outputs()
 
     def _serve_step(self, active: tuple[int, ...]) -> None:
         """Take part in a step of the ranks that have a batch, and log the values that all have in common."""

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 from lightning_join import _compat
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import read_in_rounds
-from lightning_join._strategy_protocol import JoiningStrategy, channel_of, strategy_of
+from lightning_join._strategy_protocol import channel_of, strategy_of
 from torch_join import UnsupportedError
 from torch_join.integration import StepDriver, setting
 
@@ -23,33 +21,21 @@ class Rounds:
     others' steps issue, until they come to it too.
 
     Args:
-        strategy: The strategy, whose driver this does not keep: pickles of a loop are without it.
-        loader: This rank's dataloaders.
-        everyone: What each rank has measured of its own.
-        measure: Measures this rank's dataloaders that have these numbers, now that they are iterated.
-        most: The highest number of steps in a round.
-        resumed: Whether some steps have been made before, so that nothing is certain.
+        loop: The loop, an `InRounds`.
 
     Attributes:
         index: The number of the current round.
         places: Which dataloaders are read in each round.
     """
 
-    def __init__(
-        self,
-        strategy: JoiningStrategy,
-        loader: CombinedLoader,
-        everyone: Sequence[_loaders.Loaders],
-        measure: Callable[[Sequence[int]], _loaders.Loaders],
-        most: int | float,
-        resumed: bool,
-    ) -> None:
-        self._strategy = strategy
-        self._rank = strategy.channel.rank
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._strategy = loop, strategy_of(loop.trainer)
+        loader, everyone, most = loop._combined_loader, loop._everyone, loop.most_batches
+        resumed = loop.batch_progress.current.ready > 0  # so that nothing is certain
+        self._rank = self._strategy.channel.rank
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
-        self._loader, self._measure, self._most = loader, measure, most
         self._limits_itself = loader._mode == "sequential"
         self.places: list[Sequence[int]] = [range(len(loader.flattened))]
         if self._limits_itself:
@@ -77,7 +63,7 @@ class Rounds:
         """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
         if self._limits_itself or self.index in self._planned:
             return False
-        return self._steps >= self._limits[self._rank][self.index]
+        return self._steps >= self._of(self._rank)[0]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -120,15 +106,16 @@ class Rounds:
         if self.index not in self._planned:
             return
         self._planned.discard(self.index)
-        places = self.places[self.index]
-        everyone = _loaders.exchange(self._strategy.channel, self._measure(places))
-        for limits, each in zip(self._limits, everyone, strict=True):
-            limits[self.index] = min(self._most, _loaders.total_length(self._loader, each.limits))
-        mine = dict(zip(places, everyone[self._rank].limits, strict=True))
-        before = self._loader.limits or []
-        _compat.set_limits(
-            self._loader, [min(self._most, mine[i]) if i in mine else limit for i, limit in enumerate(before)]
-        )
+        places, loop = self.places[self.index], self._loop
+        loader, most = loop._combined_loader, loop.most_batches
+        mine = loop.measure([loader.flattened[i] for i in places])
+        for limits, each in zip(self._limits, _loaders.exchange(self._strategy.channel, mine), strict=True):
+            limits[self.index] = min(most, _loaders.total_length(loader, each.limits))
+        known = dict(zip(places, mine.limits, strict=True))
+        for place, limit in known.items():
+            getattr(loop, loop._limits_name)[place] = limit
+        before = enumerate(loader.limits or [])
+        _compat.set_limits(loader, [min(most, known[i]) if i in known else limit for i, limit in before])
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
         """Return the ranks that have a batch at this step; they meet if that is uncertain."""
@@ -153,7 +140,7 @@ class InRounds:
     @property
     def skip(self) -> bool:
         own = bool(super().skip)  # type: ignore[misc]
-        return own and sum(min(self._most, limit) for each in self._everyone for limit in each.limits) == 0
+        return own and sum(min(self.most_batches, limit) for each in self._everyone for limit in each.limits) == 0
 
     @property
     def _limit(self: Any) -> int | float:
@@ -161,7 +148,7 @@ class InRounds:
         return limit
 
     @property
-    def _most(self: Any) -> int | float:
+    def most_batches(self: Any) -> int | float:
         return self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")
 
     def setup_data(self: Any) -> None:
@@ -186,12 +173,6 @@ class InRounds:
         self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
         setattr(self, self._limits_name, list(mine.limits))
 
-    def _measure_round(self: Any, places: Sequence[int]) -> _loaders.Loaders:
-        mine: _loaders.Loaders = self.measure([self._combined_loader.flattened[i] for i in places])
-        for place, limit in zip(places, mine.limits, strict=True):
-            getattr(self, self._limits_name)[place] = limit
-        return mine
-
     def reset(self: Any) -> None:
         mine = self._everyone[self.trainer.global_rank]
         # Until dataloaders are iterated: what a planned one has said is no limit.
@@ -199,14 +180,14 @@ class InRounds:
         before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):
             super().reset()  # type: ignore[misc]
-        resumed = self.batch_progress.current.ready > 0
-        self._rounds = Rounds(
-            strategy_of(self.trainer), self._combined_loader, self._everyone, self._measure_round, self._most, resumed
-        )
+        self._rounds = Rounds(self)
         if not read_in_rounds(self._data_fetcher, self._rounds, any(mine.planned)):
             self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: nobody can serve it
 
     def _finish_rounds(self, until: int | None = None) -> None:
         """Come to the end of the rounds before `until`, or of all; all ranks meet at each."""
         while self._rounds.index < (len(self._rounds.places) if until is None else until):
-            self._rounds.finish()
+            self._finish_round()
+
+    def _finish_round(self) -> None:
+        self._rounds.finish()

@@ -49,9 +49,7 @@ class JoinFitLoop(FitLoop):
     _has_warned = False
     _steps: int | float = -1  # what follows from them, or from a plan
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
-    _max_sent_per_step: list[int] | None = None  # by rank, in the epoch that is resumed
-    _unsaid: Sequence[int] = ()  # ranks that could not say there how many batches they have
-    _was_even = False  # whether there was nothing to rebalance in it
+    _resumed: dict[str, Any] | None = None  # the same, where that epoch goes on, until it is rebalanced
     _last_place: LoaderPlace | None = None  # where this rank was when the fit ended
 
     def run(self) -> None:
@@ -104,16 +102,16 @@ class JoinFitLoop(FitLoop):
 
         They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
         """
-        fetcher, loader = self.fetcher, self.fetcher.combined_loader
-        trainer: Any = self.trainer
-        fetcher.limit = trainer.limit_train_batches
-        everyone = channel_of(trainer).gather(fetcher.measure(), of=_loaders.Loaders)
+        self.fetcher.limit = self.trainer.limit_train_batches
+        everyone = channel_of(self.trainer).gather(self.fetcher.measure(), of=_loaders.Loaders)
         self.is_planned = any(any(each.planned) for each in everyone)
-        self.set_lengths([_loaders.total_length(loader, each.limits) for each in everyone])
+        self.set_lengths(everyone)
         return everyone
 
-    def set_lengths(self, lengths: Sequence[int | float]) -> None:
+    def set_lengths(self, everyone: Sequence[_loaders.Loaders]) -> None:
         """Take the number of batches, and what follows from it, from the longest rank; or from all that rebalance."""
+        assert self._combined_loader is not None
+        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
         steps = max(lengths)
         if rebalancing_of(self.trainer) is not None and steps != float("inf"):
             steps = steps_of([int(length) for length in lengths])
@@ -162,8 +160,7 @@ class JoinFitLoop(FitLoop):
     def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
         # As in later epochs, and before Lightning, which would not say whose dataloaders have no length, and knows of
         # neither what is rebalanced nor a combined loader that is shorter on each rank than its longest parts.
-        assert self._combined_loader is not None
-        self.set_lengths([_loaders.total_length(self._combined_loader, each.limits) for each in everyone])
+        self.set_lengths(everyone)
         trainer: Any = self.trainer
         interval = trainer.val_check_batch or 0  # none where it is in seconds
         validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
@@ -338,9 +335,10 @@ class JoinFitLoop(FitLoop):
             How many batches it may give away in a step, if it said so; whether it could not say how many it has left;
             whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
         """
-        most, unknown, even, rank = self._max_sent_per_step, self._unsaid, self._was_even, self.trainer.global_rank
-        self._max_sent_per_step, self._unsaid, self._was_even = None, (), False
-        return most[rank] if most is not None else None, rank in unknown, even
+        record, self._resumed = self._resumed or {}, None
+        most, rank = record.get("max_sent_per_step"), self.trainer.global_rank
+        was_even = not record.get("over", True) and record.get("even", False)
+        return None if most is None else most[rank], rank in record.get("unknown", ()), was_even
 
     def _place(self) -> LoaderPlace | None:
         fetcher = self._data_fetcher
@@ -421,8 +419,7 @@ class JoinFitLoop(FitLoop):
         if is_other:
             check_world(record, trainer.world_size, is_over, trainer.limit_train_batches)
         elif resumes:
-            self._max_sent_per_step, self._unsaid = most, record.get("unknown", ())
-            self._was_even = not record["over"] and record.get("even", False)
+            self._resumed = record
             if is_dealt_anew(record, trainer.world_size):
                 check_limit(trainer.limit_train_batches)
         if record["step"] or not is_other:

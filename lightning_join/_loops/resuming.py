@@ -52,7 +52,7 @@ def _state(step: int, places: list[LoaderPlace | None], over: bool = False) -> d
 
 
 def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
-    if place is None or not _is_known(place):
+    if place is None or "refused" in place or place.get("states") == []:
         return None
     if "states" not in place:
         return place
@@ -60,10 +60,6 @@ def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
     state = state_of(keeper, place["states"], place["cycled"]) if keeps_place(keeper) else None
     found = place_of_state(keeper, state, taken, place["epochs"])
     return {**found, "skipped": place["skipped"], "has_left": place["left"]}
-
-
-def _is_known(place: LoaderPlace | None) -> bool:
-    return place is not None and "refused" not in place and place.get("states") != []
 
 
 def why_unknown(record: dict[str, Any] | None) -> str:

@@ -69,6 +69,7 @@ class _Followed:
 STOPPED = "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
 
 
+# No generator: contextlib takes a RuntimeError, as ours is, that comes of a StopIteration for one that Python raises.
 class NoStopIteration(ContextDecorator):
     """Put around user code that a `StopIteration` would take out of the loop of this rank alone."""
 

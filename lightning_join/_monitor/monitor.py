@@ -1,6 +1,7 @@
 """`JoinMonitor`: how uneven the dataloaders are, and what that costs."""
 
 import time
+from dataclasses import replace
 from os import PathLike
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._packages import check_trainer
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError, JoinValueError
-from torch_join.integration import Channel, EpochRecord, RankRecord
+from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
 
 
 class JoinMonitor(Callback):
@@ -40,8 +41,8 @@ class JoinMonitor(Callback):
 
     Args:
         report: Where to write, after each epoch, a page that shows all of this: see `torch_join.JoinMonitor`.
-        plot: Where to write, when the fit ends, a PNG file with a bar per rank that shows when it was active
-            and joined. It takes matplotlib (`pip install 'torch-join[plot]'`).
+        plot: Where to write, likewise, a PNG file with a bar per rank that shows when it was active and joined. It
+            takes matplotlib (`pip install 'torch-join[plot]'`).
         reshard_above: The share of an epoch's steps that even shards must save for the warning, from 0 to 1.
 
     Raises:
@@ -56,8 +57,6 @@ class JoinMonitor(Callback):
         An epoch that is resumed in its middle counts from there.
     """
 
-    _joined_at: int | None
-
     def __init__(
         self,
         plot: str | PathLike[str] | None = None,
@@ -71,10 +70,9 @@ class JoinMonitor(Callback):
         self._reshard_above = reshard_above
         self._warned = False
         self.epochs: list[EpochRecord] = self._monitor.epochs
-        self._given_bytes = 0
-        self._paused = 0.0  # seconds of validation, and when the current one began
+        self._stopwatch = Stopwatch()
+        self._joined_at: int | None = None
         self._validation_start = 0.0
-        self._begin()
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)
@@ -100,50 +98,35 @@ class JoinMonitor(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.epochs.clear()
         self._warned = False
-        self._given_bytes = 0  # before this epoch
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._begin()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._step_start = self._now()
+        self._stopwatch, self._joined_at = Stopwatch(given_bytes=_rebalancing_of(trainer)[-1]), None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not getattr(trainer.strategy, "joined", False):
-            self._batches += 1
-            self._received += getattr(trainer.strategy, "batch_owner", trainer.global_rank) != trainer.global_rank
-            return
-        self._shadow_steps += 1
-        if self._joined_at is None:
-            self._joined_at, self._joined_time = batch_idx, self._step_start
+            self._stopwatch.take()
+            self._stopwatch.ask()
+        elif self._joined_at is None:
+            self._joined_at = batch_idx
 
     def on_validation_start(self, *_: Any) -> None:
         self._validation_start = time.monotonic()
 
     def on_validation_end(self, *_: Any) -> None:
-        self._paused += time.monotonic() - self._validation_start
+        self._stopwatch.pause(time.monotonic() - self._validation_start)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        seconds = active = self._now() - self._start
-        if self._joined_at is not None:
-            # What a rank without batches waits for before the first step is no work of its own.
-            active = self._joined_time - self._start if self._batches else 0.0
-        given, given_bytes = _given(trainer)
-        given_bytes, self._given_bytes = given_bytes - self._given_bytes, given_bytes
-        mine = RankRecord(
-            self._batches, self._shadow_steps, self._joined_at, active, seconds, given, self._received, given_bytes
-        )
+        rebalances, *exchanged = _rebalancing_of(trainer)
+        mine = replace(self._stopwatch.stop(*exchanged), joined_at=self._joined_at, reading_seconds=None)
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
-        record = EpochRecord(trainer.current_epoch, tuple(channel.gather(mine, of=RankRecord)))
-        rebalances = isinstance(trainer.strategy, Joining) and trainer.strategy.options.rebalance
-        self._monitor.add(record, rebalances)
+        record = self._monitor.add_loop(mine, channel, True, rebalances, trainer.current_epoch)
+        if record is None:
+            return
         rank_zero_info(f"JoinMonitor: {record}")
-        if trainer.is_global_zero:
-            self._monitor.write_in_time(plots=False)
-            for logger in trainer.loggers:
-                logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -154,28 +137,17 @@ class JoinMonitor(Callback):
                 + " Training is exact either way."
             )
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._write(trainer)
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        self._write(trainer)
-
-    def _write(self, trainer: "pl.Trainer") -> None:
+    def on_train_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         if trainer.is_global_zero:
             self._monitor.write()
 
-    def _begin(self) -> None:
-        self._batches = self._shadow_steps = self._received = 0
-        self._joined_at = None
-        self._start = self._step_start = self._joined_time = self._now()
-
-    def _now(self) -> float:
-        """Return seconds on a clock that stands still while the trainer validates."""
-        return time.monotonic() - self._paused
+    def on_exception(self, trainer: "pl.Trainer", *_: Any) -> None:
+        self.on_train_end(trainer)
 
 
-def _given(trainer: Any) -> tuple[int, int]:
-    """Return how many batches this rank has given away in the epoch, and how many bytes in the fit."""
-    strategy = trainer.strategy
-    plan = strategy.join.plan if isinstance(strategy, Joining) and strategy.join is not None else None
-    return (plan.donated, strategy.rebalancing.nbytes) if plan is not None else (0, 0)
+def _rebalancing_of(trainer: Any) -> tuple[bool, int, int, int]:
+    """Return whether batches are rebalanced; how many this rank has given in the epoch, and got; bytes in the fit."""
+    rebalancing: Rebalancing | None = getattr(trainer.strategy, "rebalancing", None)
+    if rebalancing is None:
+        return False, 0, 0, 0
+    return rebalancing.enabled, *rebalancing.exchanged, rebalancing.nbytes

@@ -2,63 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning_join._reading.loaders import Loaders, exchange
-from torch_join.integration import Channel, setting
-
-
-class Evened:
-    """The dataloaders of a loop, while Lightning sets it up.
-
-    Lightning takes all numbers of a loop from its dataloaders' lengths. The first time that one is asked for, all
-    ranks exchange theirs, of all dataloaders that there are by then.
-
-    Args:
-        channel: Where the ranks meet.
-        measure: Measures this rank's dataloaders.
-        check: Called with what each rank has measured.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        measure: Callable[[Sequence[Any]], Loaders],
-        check: Callable[[Sequence[Loaders]], None] | None,
-    ) -> None:
-        self._channel, self._measure, self._check = channel, measure, check
-        self._loaders: list[Any] = []
-        self._longest: list[int | float] = []
-
-    def add(self, loader: Any) -> "EvenedLoader":
-        """Return what stands for a dataloader."""
-        self._loaders.append(loader)
-        # In messages of Lightning's it has the name of what it stands for.
-        named: type[EvenedLoader] = type(type(loader).__name__, (EvenedLoader,), {})
-        return named(loader, len(self._loaders) - 1, self)
-
-    def longest(self, place: int) -> int | float:
-        """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""
-        if place >= len(self._longest):
-            everyone = exchange(self._channel, self._measure(self._loaders))
-            self._longest = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
-            if self._check is not None:
-                self._check(everyone)
-        return self._longest[place]
+from torch_join.integration import setting
 
 
 class EvenedLoader:
     """Stands for a dataloader: `isinstance` takes it for one, and whoever sets or gets attributes for the same."""
 
-    def __init__(self, loader: Any, place: int, loop: Evened) -> None:
-        vars(self).update(own_loader=loader, place_in_loop=place, dataloaders=loop)
+    def __init__(self, loader: Any, find_longest: Callable[[], int | float]) -> None:
+        vars(self).update(own_loader=loader, find_longest=find_longest)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self.own_loader)
 
     def __len__(self) -> int:
-        longest = self.dataloaders.longest(self.place_in_loop)
+        longest = self.find_longest()
         if longest == float("inf"):
             raise TypeError("The dataloader of some rank has no length.")
         return int(longest)
@@ -83,6 +45,9 @@ def evened(
 ) -> Iterator[None]:
     """Have Lightning set a loop up with lengths that all ranks have; then the loop has this rank's own dataloaders.
 
+    Lightning takes all numbers of a loop from its dataloaders' lengths. The first time that one is asked for, all
+    ranks exchange theirs, of all dataloaders that there are by then.
+
     Where Lightning waits for all ranks in the set-up, a failure of one is heard of.
 
     Args:
@@ -94,11 +59,26 @@ def evened(
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
     """
-    loaders, process = Evened(strategy.channel, measure, check), strategy.process_dataloader
-    # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
-    outermost = setting(strategy, sets_up=True, process_dataloader=lambda loader: loaders.add(process(loader)))
+    loaders, longest, process = list[Any](), list[int | float](), strategy.process_dataloader
+
+    def find_longest(place: int) -> int | float:
+        """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""
+        if place >= len(longest):
+            everyone = exchange(strategy.channel, measure(loaders))
+            longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
+            if check is not None:
+                check(everyone)
+        return longest[place]
+
+    def stand_in(loader: Any) -> EvenedLoader:
+        loaders.append(process(loader))
+        # In messages of Lightning's it has the name of what it stands for.
+        named: type[EvenedLoader] = type(type(loaders[-1]).__name__, (EvenedLoader,), {})
+        return named(loaders[-1], partial(find_longest, len(loaders) - 1))
+
     try:
-        with outermost:
+        # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
+        with setting(strategy, sets_up=True, process_dataloader=stand_in):
             yield
     finally:
         combined = loop._combined_loader

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -13,7 +14,7 @@ from lightning_join._compat import CombinedLoader, DataFetcher, PrefetchDataFetc
 from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
 from torch_join import UnsupportedError
-from torch_join.integration import LoaderPlace, Position, RefillGuard, Resuming, is_length_certain
+from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain
 
 
 class _Begun:
@@ -58,8 +59,8 @@ def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
     return True
 
 
-class ReadAheadFetcher(DataFetcher):
-    """Holds the next batches, so that this rank knows one step ahead that it comes to its end.
+class ReadAheadFetcher(DataFetcher, Reader[Any]):
+    """Reads ahead through Lightning's iterator, so that this rank knows one step ahead that it comes to its end.
 
     The loader's iterator is made when the epoch's steps begin, and not where Lightning asks for it:
     that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
@@ -68,10 +69,7 @@ class ReadAheadFetcher(DataFetcher):
     Attributes:
         limit: How many batches are used of an epoch's, or which share of them.
         said: What the dataloaders say of their numbers of batches, limits included.
-        batches: The batches that have been read and not been used.
-        exhausted: Whether the loader's end is known.
         claimed: What the loader had said its length was, if it ended before that.
-        taken: How many batches of this epoch have been taken.
         left: Whether this rank has left the epoch, though there may be more batches.
         rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
         is_over: Whether the epoch has ended.
@@ -89,7 +87,7 @@ class ReadAheadFetcher(DataFetcher):
         self.rebalances = False
         self.resuming = resuming
         self.keeper: Any = None
-        self._position: Position | None = None  # in this epoch
+        self._position: Any = None  # a `Position`, once this epoch has begun
         self.is_over = False
         self.reset()
 
@@ -108,18 +106,13 @@ class ReadAheadFetcher(DataFetcher):
 
     def reset(self) -> None:
         self.fetched = 0
-        self.batches: deque[Any] = deque()
-        self.exhausted = False
+        self._ahead, self._ended = deque[Any](), False
         self.claimed: int | None = None
         self.taken = self._skipped = 0
         self.left = False
-        # Before which read a batch came, batches of the fetcher's that were `None` among them: of those that have been
-        # read, of those of each step that is planned, and of the current step's first one.
-        self._before: deque[int] = deque()
-        self._reserved: deque[list[int]] = deque()
-        self._current: int | None = None
+        self._nones: list[int] = []  # batches that were `None`: after how many others each was read
+        self._reserved: deque[list[Any]] = deque()  # the batches of each step that is planned
         self._in_step = 0  # batches of the step that is run now
-        self._planned: list[Any] = []  # batches of the step that was planned last
         self._guard: RefillGuard | None = None
 
     def measure(self) -> Loaders:
@@ -180,7 +173,7 @@ class ReadAheadFetcher(DataFetcher):
             self.iterator = position.iterator
         return position
 
-    def place(self, repeats: bool = False) -> LoaderPlace | None:
+    def place(self, repeats: bool = False) -> LoaderPlace | None:  # type: ignore[override]
         """Return where training is in the dataloaders, whatever has been read ahead.
 
         Args:
@@ -192,12 +185,12 @@ class ReadAheadFetcher(DataFetcher):
         """
         if self._position is None:
             return None
-        read, repeats = self._read_so_far, repeats and self._current is not None
-        taken = self._oldest if repeats else self._next
-        trained = self.taken - (self._in_step if repeats else 0)
-        mine = {"skipped": taken - trained, "has_left": self.left and not repeats, "plan": None, "left": False}
+        read, again = self._read_so_far, self._in_step if repeats else 0
+        trained = self.trained_on - again
+        taken = self._before(trained) if again else self._next
+        mine = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
         try:
-            return {**self._position.place(taken, read, self.exhausted and taken == read), **mine}
+            return {**self._position.place(taken, read, self._ended and taken == read), **mine}
         except UnsupportedError as error:
             return {"refused": str(error)}
 
@@ -205,16 +198,14 @@ class ReadAheadFetcher(DataFetcher):
     def _read_so_far(self) -> int:
         return self.fetched + self._skipped
 
+    def _before(self, number: int) -> int:
+        """Before which read this batch of the epoch came, batches that were `None` among them."""
+        return number + self._skipped - sum(before >= number for before in self._nones)
+
     @property
     def _next(self) -> int:
         """Before which read the batch came that is not trained on yet."""
-        waiting = [before for step in self._reserved for before in step] or [*self._before]
-        return waiting[0] if waiting else self._read_so_far
-
-    @property
-    def _oldest(self) -> int:
-        """The same, or that of the current step."""
-        return self._next if self._current is None else self._current
+        return self._before(self.trained_on) if any(self._reserved) or self._ahead else self._read_so_far
 
     def fill(self, ahead: int = 2) -> int | None:
         """Read until `ahead` batches are there or the loader ends.
@@ -222,20 +213,7 @@ class ReadAheadFetcher(DataFetcher):
         Returns:
             The number of this epoch's batches, if this call came to the end; else `None`.
         """
-        if self.exhausted:
-            return None
-        while len(self.batches) < ahead:
-            if self.length is not None and self.fetched >= self.length and not self._may_have_more:
-                break
-            try:
-                self.batches.append(self._read())
-            except StopIteration:
-                self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
-                break
-        else:
-            return None
-        self.exhausted = True
-        return self.fetched
+        return None if self._ended or self.has_next(ahead) else self.fetched
 
     @property
     def _may_have_more(self) -> bool:
@@ -249,22 +227,19 @@ class ReadAheadFetcher(DataFetcher):
         self.length, self._has_read = self.fetched, True
 
     def take(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: There is none.
-        """
-        batch = self.batches.popleft() if self.batches else self._read()
-        self._current = self._before.popleft()
-        self.taken += 1
         self._in_step = 1
-        return batch
+        return super().take()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be another batch."""
+        return bool(self._ahead) or not self._ended
 
     @property
     def remaining(self) -> int | None:
         """How many batches have not been taken, as far as the loader says."""
-        if self.exhausted:
-            return len(self.batches)
+        if self._ended:
+            return len(self._ahead)
         return None if self.length is None else max(0, int(self.length) - self.taken)
 
     @property
@@ -277,37 +252,31 @@ class ReadAheadFetcher(DataFetcher):
         assert self._guard is not None
         self._guard.gives = True
 
-    def read(self, ahead: int) -> int:
-        self.fill(ahead)
-        return len(self.batches)
-
-    def peek(self) -> Any:
-        return self.batches[0]
-
     def reserve(self, count: int) -> list[Any]:
         """See `Source`; `begin_step` takes them."""
-        count = min(count, len(self.batches))
-        self._reserved.append([self._before.popleft() for _ in range(count)])
-        self._planned = [self.batches.popleft() for _ in range(count)]
-        return self._planned[:]
+        batches = [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
+        self._reserved.append(batches)
+        self.taken += len(batches)
+        return batches[:]
 
     def begin_step(self) -> None:
         """Take the batches of the next step that has been planned: they count as used, whoever trains on them."""
-        before = self._reserved.popleft()
-        self._current = before[0] if before else None
-        self._in_step = len(before)
-        self.taken += self._in_step
+        self._in_step = len(self._reserved.popleft())
 
     def _read(self) -> Any:
-        if self._guard is None:
-            return self._read_next()
-        return self._guard.read([*self._planned, *self.batches], self._read_next)
+        assert self._guard is not None
+        if self.length is not None and self.fetched >= self.length and not self._may_have_more:
+            raise StopIteration
+        try:
+            return self._guard.read([*chain(*self._reserved), *self._ahead], self._read_next)
+        except StopIteration:
+            self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
+            raise
 
     def _read_next(self) -> Any:
-        assert self._position is not None
-        before = self._read_so_far
         if self._position.keeps:
-            self._position.keep(before, self._oldest)
+            oldest = self._before(self.trained_on - self._in_step) if self._in_step else self._next
+            self._position.keep(self._read_so_far, oldest)
         try:
             batch, _, _ = super().__next__()
         finally:
@@ -325,16 +294,15 @@ class ReadAheadFetcher(DataFetcher):
             )
             self.fetched -= 1
             self._skipped += 1
+            self._nones.append(self.fetched)
             if self.length is not None:
                 self.length -= 1
                 if self.fetched >= self.length:
                     raise StopIteration
             batch, _, _ = super().__next__()
-        self._before.append(before)
         return batch
 
     def drop(self) -> None:
         """Leave the rest of the epoch unread."""
-        self.batches.clear()
-        self._before.clear()  # what was read ahead is lost
-        self.exhausted = self.left = True
+        self._ahead.clear()  # what was read ahead is lost
+        self._ended = self.left = True

@@ -1,17 +1,9 @@
 """Learning rates: the same on all ranks, also where they follow from what was logged."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch_join import UnsupportedError
 from torch_join.integration import Channel
-
-Rates = list[list[float]]  # by optimizer and group
-
-
-def learning_rates(trainer: Any) -> Rates:
-    """Return this rank's."""
-    return [[float(group["lr"]) for group in each.param_groups if "lr" in group] for each in trainer.optimizers]
 
 
 def check_plateaus(trainer: Any, channel: Channel, interval: str, index: int) -> None:
@@ -33,26 +25,15 @@ def check_plateaus(trainer: Any, channel: Channel, interval: str, index: int) ->
     ]
     if not monitored or not trainer.lightning_module.automatic_optimization:
         return
-    everyone = channel.gather(learning_rates(trainer), of=Rates)
-    names = " or ".join(repr(name) for name in dict.fromkeys(monitored))
-    _check_rates(
-        everyone,
-        f"after the step of a scheduler that monitors {names}. Each rank has gone by its own value: log it with"
-        f" `self.log({monitored[0]!r}, ..., sync_dist=True)`, so that all decide alike",
-    )
-
-
-def _check_rates(everyone: Sequence[Rates], where: str) -> None:
-    """Raise if the ranks' learning rates differ.
-
-    Args:
-        everyone: By rank.
-        where: Since when, and what to do.
-
-    Raises:
-        UnsupportedError: They do.
-    """
+    mine = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups if "lr" in group]
+    everyone = channel.gather(mine, of=list[float])
     if any(rates != everyone[0] for rates in everyone):
-        flat = [", ".join(str(rate) for rates in each for rate in rates) or "none" for each in everyone]
-        by_rank = "; ".join(f"rank {rank}: {rates}" for rank, rates in enumerate(flat))
-        raise UnsupportedError(f"The learning rates differ ({by_rank}) {where}.")
+        by_rank = "; ".join(
+            f"rank {rank}: {', '.join(map(str, rates)) or 'none'}" for rank, rates in enumerate(everyone)
+        )
+        names = " or ".join(repr(name) for name in dict.fromkeys(monitored))
+        raise UnsupportedError(
+            f"The learning rates differ ({by_rank}) after the step of a scheduler that monitors {names}. Each rank has"
+            f" gone by its own value: log it with `self.log({monitored[0]!r}, ..., sync_dist=True)`, so that all decide"
+            " alike."
+        )

@@ -16,7 +16,7 @@ from torch_join._base.hyperparameters import Hyperparameters, compare, hyperpara
 from torch_join._base.weighting import loss_factor
 from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
-from torch_join._lockstep.catch_up import CatchUp, trained
+from torch_join._lockstep.catch_up import CatchUp
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants._torch.joinable import WrappingJoinable
 from torch_join._participants.make_participants import custom_participant
@@ -145,7 +145,7 @@ class Lockstep:
         self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
         self.plan = None
         self._stepped, self._gone_to = optimizers, -1
-        self._states.begin(trained(self._whole, optimizers, others))
+        self._states.begin([self._whole, *optimizers, *others])
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
         compare([options for *_, options in everyone], self.channel.global_ranks)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
@@ -40,7 +39,7 @@ class CatchUp:
 
     def begin(self, objects: Sequence[Any]) -> None:
         """Begin an epoch in which these are trained: models, optimizers, LR schedulers."""
-        self._objects = objects
+        self._objects = [*{id(thing): thing for thing in objects}.values()]  # each once
         self._source: int | None = None  # the lowest rank that had the last step of a tail
 
     @property
@@ -95,8 +94,3 @@ class CatchUp:
             if not in_step:
                 self._source = None
                 self._audit.end(self._channel, local, has_gradients=False, stepped=self._active)
-
-
-def trained(model: nn.Module, optimizers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return what an epoch trains, each once."""
-    return [*{id(thing): thing for thing in (model, *optimizers, *others)}.values()]

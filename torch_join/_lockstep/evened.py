@@ -71,10 +71,7 @@ class EvenedLoader:
     @property
     def length(self) -> int | None:
         """What this rank's loader says of its number of batches."""
-        try:
-            return len(self.loader)
-        except TypeError:
-            return None
+        return length_of(self.loader)
 
     def __len__(self) -> int:
         lengths = [*self.lengths] or [self.length]
@@ -299,6 +296,14 @@ class _Lengths:
                     " that length.",
                     stacklevel=2,
                 )
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of what may have none."""
+    try:
+        return len(sized)
+    except TypeError:
+        return None
 
 
 def broadcast(value: Any, source: int, device: torch.device) -> Any:

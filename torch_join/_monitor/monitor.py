@@ -68,7 +68,9 @@ class JoinMonitor:
         self._at_exit: Finalize | None = None  # where something is yet to be written
         self.epochs: list[EpochRecord] = []
 
-    def add_loop(self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool) -> EpochRecord | None:
+    def add_loop(
+        self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool, number: int | None = None
+    ) -> EpochRecord | None:
         """Note a loop that has ended; all ranks call this, and tell each other what they have measured.
 
         Args:
@@ -76,6 +78,7 @@ class JoinMonitor:
             channel: The ranks' channel.
             trains: Whether this rank knows of a backward in the loop.
             rebalances: Whether batches were rebalanced.
+            number: The epoch's; by default they are counted here.
 
         Returns:
             What all ranks did, or `None` if none of them trained, or had a batch.
@@ -83,21 +86,17 @@ class JoinMonitor:
         said = channel.gather((trains, mine), of=_Measured)
         if not (any(trained for trained, _ in said) and any(rank.batches for _, rank in said)):
             return None
-        record = EpochRecord.of(len(self.epochs), [rank for _, rank in said])
-        self.add(record, rebalances)
+        record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in said])
+        self._rebalances = rebalances
+        self.epochs.append(record)
         if channel.rank == 0:
             self.write_in_time()
         return record
 
-    def add(self, record: EpochRecord, rebalances: bool = False) -> None:
-        """Note an epoch of which a framework's adapter has put together what all ranks did."""
-        self._rebalances = rebalances
-        self.epochs.append(record)
-
-    def write_in_time(self, plots: bool = True) -> None:
+    def write_in_time(self) -> None:
         """Write, or where that has taken its share of the time, do so after a later epoch or as the process ends."""
         if self._spent <= _SECONDS + _SHARE * (time.monotonic() - self._made):
-            self.write(plots)
+            self.write()
         elif self._at_exit is None:
             self._at_exit = Finalize(None, self.write, exitpriority=0)
 
@@ -106,7 +105,7 @@ class JoinMonitor:
         if self._at_exit is not None:
             self.write()
 
-    def write(self, plots: bool = True) -> None:
+    def write(self) -> None:
         """Write what was asked for, on one rank; a file that was there is replaced in one go."""
         epochs = [epoch for epoch in self.epochs if len(epoch.ranks) == len(self.epochs[-1].ranks)]
         if not epochs:
@@ -117,7 +116,7 @@ class JoinMonitor:
         begin = time.monotonic()
         if self._report is not None:
             self._try(self._report, lambda path: path.write_text(page(epochs, self._rebalances), encoding="utf-8"))
-        if self._plot is not None and plots:
+        if self._plot is not None:
             self._try(self._plot, lambda path: draw_timeline(epochs, path))
         self._spent += time.monotonic() - begin
 

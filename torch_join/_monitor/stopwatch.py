@@ -31,6 +31,11 @@ class Stopwatch:
         """This rank asks for its next batch, if there is one."""
         self._asked = time.monotonic()
 
+    def pause(self, seconds: float) -> None:
+        """Leave out the last seconds, which were no training."""
+        self._begin += seconds
+        self._asked += seconds
+
     def leave(self) -> None:
         """This rank leaves the loop by `break`."""
         self._left = True

@@ -95,7 +95,7 @@ def taken(fetcher: ReadAheadFetcher, most: int = 100) -> list[str]:
     found: list[str] = []
     while len(found) < most:
         fetcher.fill()
-        if not fetcher.batches:
+        if not fetcher.has_next():
             break
         found.append(str(fetcher.take()))
         torch.rand(3)  # as dropout does
