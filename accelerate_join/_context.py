@@ -195,15 +195,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             for batch in accelerator.join_batches(loader):
                 ...
                 if accelerator.stop_requested():
+                    accelerator.save_state(path)
                     break
             if accelerator.stop_requested():  # in all processes, also those that had run out of batches
-                accelerator.save_state(path)
                 break
         ```
 
         In a loop all processes that have a batch call it at the same step, else all do. The call itself is where they
-        meet: see `torch_join.Join.stop_requested`. From the first call until `end_training` these signals no longer
-        end the processes.
+        meet: see `torch_join.Join.stop_requested`. Where it is `True` only behind a loop, save there. From the first
+        call until `end_training` these signals no longer end the processes.
         """
         signals = stop_signals(self)
         signals.listen()

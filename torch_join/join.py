@@ -197,11 +197,10 @@ class Join(TorchJoin):
             if join.stop_requested():  # on all ranks, also those that had run out of batches
                 position = join.state_dict()
                 if rank == 0:
-                    torch.save({"model": ddp.module.state_dict(), "join": position, "epoch": epoch}, path)
+                    saved = {"model": ddp.module.state_dict(), "join": position, "epoch": epoch + position["over"]}
+                    torch.save(saved, path)
                 break
         ```
-
-        The next job begins with epoch `saved["epoch"] + saved["join"]["over"]`, and `join.load_state_dict`.
 
         In a loop all ranks that have a batch call it at the same step. Behind one all ranks call it. The call itself
         is where they meet, and takes a round trip: where lengths are certain, an epoch has no other meeting that

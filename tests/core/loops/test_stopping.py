@@ -43,7 +43,7 @@ def job(rank: int, run: Stopped, saved: dict[str, Any] | None) -> tuple[dict[str
             for each, state in zip(training.given, saved["states"], strict=True):
                 each.load_state_dict(state)
             join.load_state_dict(saved["join"])
-            first = saved["epoch"] + saved["join"]["over"]
+            first = saved["epoch"]
         for epoch in range(first, run.epochs):
             batches: Any = run.batches(rank, epoch)
             for batch in join.batches(DataLoader(Stream(batches), batch_size=None) if run.iterable else batches):
@@ -60,8 +60,9 @@ def job(rank: int, run: Stopped, saved: dict[str, Any] | None) -> tuple[dict[str
             if saved is None:
                 run.signal(rank, epoch, BEHIND)
             if join.stop_requested():
-                states = [each.state_dict() for each in training.given]
-                saved = {"model": net.state_dict(), "states": states, "join": join.state_dict(), "epoch": epoch}
+                states, position = [each.state_dict() for each in training.given], join.state_dict()
+                saved = {"model": net.state_dict(), "states": states, "join": position}
+                saved["epoch"] = epoch + position["over"]
                 return saved, [p.detach().clone() for p in net.parameters()], left
     assert not join.stop_requested()
     return None, [p.detach().clone() for p in net.parameters()], left
