@@ -196,19 +196,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             for batch in accelerator.join_batches(loader):
                 ...
                 if accelerator.stop_requested():
+                    accelerator.save_state(path)
                     break
             if accelerator.stop_requested():  # in all processes, also those that had run out of batches
-                accelerator.save_state(path)
                 break
         ```
 
-        In a loop all processes that have a batch call it at the same step, else all do. The call itself is where they
-        meet: see `torch_join.Join.stop_requested`. From the first call until `end_training` these signals no longer
-        end the processes.
+        In a loop all processes that have a batch call it at the same step, which is where all meet. Behind it the call
+        says what was found in it: see `torch_join.Join.stop_requested`. Save in the body: behind a `break`, the place
+        that Accelerate saves is the begin of the epoch. From the first call until `end_training` these signals no
+        longer end the processes.
         """
         signals = stop_signals(self)
         signals.listen()
-        if not signals.agreed:
+        if not (signals.agreed or signals.in_loops):
             received = torch.tensor(float(signals.received), device=self.device)
             signals.agreed = bool(self.reduce(received) > 0)
         return signals.agreed

@@ -212,16 +212,16 @@ class Join(TorchJoin):
                 break
         ```
 
-        The next job begins with epoch `saved["epoch"] + saved["join"]["over"]`, and `join.load_state_dict`.
+        In a loop all ranks that have a batch call it at the same step; those that have run out add their part without a
+        call. Behind that loop it says, without a meeting, what was found in it. Where no loop's body calls it, all
+        ranks call it between loops, and meet.
 
-        In a loop all ranks that have a batch call it at the same step. Behind one all ranks call it. The call itself
-        is where they meet, and takes a round trip: where lengths are certain, an epoch has no other meeting that
-        could tell, and what does not call it costs nothing. Where that is too much, call it every few steps. Once it
-        has been `True` it stays so, without a meeting.
+        The call itself is the meeting, and takes a round trip: where lengths are certain, an epoch has no other one
+        that could tell, and what does not call it costs nothing. If that is too much, call it every few steps. Once it
+        has been `True` it stays so.
 
         From the first call until the end of the `with` these signals no longer end the process, on any rank. Before
-        that, and where the main thread is another one, they do what they did: call it once before the first loop.
-        Handlers of your own are called too.
+        that, and where the main thread is another one, they do what they did. Handlers of your own are called too.
 
         Raises:
             JoinError: The loop is a plain `for`. Or ranks wait for each other, since some do not call it.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from one_process import BATCH_SIZE, EPOCHS, WORLD_SIZE, check_digits, digits, load_trained, model_and_optimizer, start
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,19 +28,6 @@ from torch_join import Join, UnpaddedDistributedSampler
 
 SHARDS = (range(150), range(150, 270), range(270, 300))  # the samples' ids: 10, 8 and 2 batches
 PREEMPTED = (1, 5)  # the epoch and its step
-got_sigterm = False
-
-
-def note_sigterm(*_: Any) -> None:
-    global got_sigterm
-    got_sigterm = True
-
-
-def is_preempted() -> bool:
-    """Whether any rank has got a SIGTERM: they may get it at different steps, and all stop at one."""
-    got = torch.tensor(int(got_sigterm))
-    dist.all_reduce(got, dist.ReduceOp.MAX)
-    return bool(got)
 
 
 def loader_of(rank: int, is_dealt: bool) -> StatefulDataLoader[Any]:
@@ -55,7 +41,6 @@ def loader_of(rank: int, is_dealt: bool) -> StatefulDataLoader[Any]:
 
 
 def work(rank: int, folder: Path, is_first_job: bool, is_dealt: bool = False) -> None:
-    signal.signal(signal.SIGTERM, note_sigterm)
     network, optimizer = model_and_optimizer()
     ddp, loader = DistributedDataParallel(network), loader_of(rank, is_dealt)
     trained: list[list[list[int]]] = [[] for _ in range(EPOCHS)]  # for the comparison in the end
@@ -78,14 +63,14 @@ def work(rank: int, folder: Path, is_first_job: bool, is_dealt: bool = False) ->
                 trained[epoch].append(ids.tolist())
                 if is_first_job and rank == 1 and (epoch, join.step) == PREEMPTED:
                     os.kill(os.getpid(), signal.SIGTERM)  # as the cluster does
-                if is_preempted():
+                if join.stop_requested():  # ranks may get the signal at different steps, and all stop at one
                     position = join.state_dict()  # of all ranks
                     if rank == join.active_ranks[0]:
                         states = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
                         torch.save({**states, "join": position, "epoch": epoch}, folder / "checkpoint.pt")
                         print(f"Epoch {epoch}: preempted at step {join.step}; ranks with a batch: {join.active_ranks}")
                     break
-            if is_preempted():  # ranks that had run out hear of it here
+            if join.stop_requested():  # ranks that had run out hear of it here
                 torch.save(trained, folder / f"trained_{rank}.pt")
                 return
     check_digits(trained, network, range(SHARDS[-1].stop))

@@ -58,14 +58,14 @@ def stopped(rank: int, run: Run, where: tuple[int, int, int], within: bool) -> t
         ((1, 0, 1), False, [(0, 1), (0, 1), None]),
         ((1, 0, 4), False, [None, (0, 4), None]),
         ((1, 1, 3), True, [None, (1, 3), None]),
-        ((2, 0, BEHIND), False, [None, None, None]),
+        ((2, 0, BEHIND), False, [(1, 0), (1, 0), None]),
     ],
 )
 def test_all_processes_stop_at_one_step(
     workers: Workers, where: tuple[int, int, int], within: bool, left: list[Any]
 ) -> None:
     results = workers.run(3, stopped, RUN, where, within)
-    epoch, step = where[1], min(where[2], 5)
+    epoch, step = next(place for place in left if place)
     assert [found for found, _ in results] == [[*filter(None, [place]), (epoch, "behind")] for place in left]
     lengths = [RUN.lengths] * epoch + [[min(length, step + 1) for length in RUN.lengths]]
     expected = reference(RUN.but(lengths=lengths, epochs=epoch + 1)).parameters

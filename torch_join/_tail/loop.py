@@ -461,12 +461,7 @@ class LoopDriver(Driver):
                     "join.stop_requested() inside of a `with` whose loop is a plain `for`: a rank that has run out of"
                     " batches is not known to have come to its end. Loop over join.batches(loader)."
                 )
-            place, ranks = (
-                (self.step_number, self.members.active)
-                if self.in_loop
-                else ("behind", tuple(range(self.members.world_size)))
-            )
-            return self._part(StopExchange).ask(f"{self._loops}/{place}", ranks)
+            return self._part(StopExchange).ask(self._loops, self.step_number if self.in_loop else None)
 
     # ------------------------------------------------------------ positions
 

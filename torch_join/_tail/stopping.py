@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -20,10 +19,10 @@ class StopSignals:
     Attributes:
         received: Whether this rank has got one.
         agreed: Whether all ranks know that one has.
-        asked: Whether all ranks know that they are to listen.
+        in_loops: Whether ranks have asked for it in a loop: then what they ask behind one is what was found in it.
     """
 
-    received = agreed = asked = False
+    received = agreed = in_loops = False
 
     def __init__(self, lasts: bool = False) -> None:
         self.lasts = lasts
@@ -50,39 +49,37 @@ class StopSignals:
 
 
 class StopExchange(Participant):
-    """Has all ranks know at the same step that one has got a signal; those that have joined are told."""
+    """Has all ranks know at the same step that one has got a signal, those too that have joined."""
 
-    kinds: ClassVar[dict[str, Any]] = {"listen": None, "stop": None}
-
+    kinds: ClassVar[dict[str, Any]] = {"ask": str}
     driver: Any  # a `LoopDriver`
     _place, _calls = "", 0
 
-    def ask(self, place: str, ranks: Sequence[int]) -> bool:
-        """Return whether one of these ranks has got a signal, or whether that is known; they all call this.
+    def ask(self, loop: int, step: int | None) -> bool:
+        """Return whether some rank has got a signal, or whether that is known.
 
         Args:
-            place: Where in the job that is: a meeting elsewhere is another one.
-            ranks: Those that are active, or all.
+            loop: The loop under way, or the last one.
+            step: Its step, which all ranks are in that have a batch; `None` where all ranks are outside of a loop.
         """
         signals: StopSignals = self.driver.signals
-        if not signals.asked:
-            self.announce("listen")  # a rank without a batch has not come here
-        self._listen()
-        if not signals.agreed:
-            self._calls = self._calls + 1 if place == self._place else 0
-            self._place = place
-            name = f"stop/{place}/{self._calls}"
-            if any(self.tail_log.channel.gather(signals.received, of=bool, among=(name, ranks))):
-                self.announce("stop")
-                signals.agreed = True
+        if signals.agreed or (step is None and signals.in_loops):
+            return signals.agreed
+        place = f"stop/{loop}/{step}"
+        self._calls = self._calls + 1 if place == self._place else 0
+        self._place = place
+        name = f"{place}/{self._calls}"
+        self.announce("ask", name)
+        self._meet(name)
+        signals.in_loops = step is not None
         return signals.agreed
 
-    def mirror(self, kind: str, payload: Any) -> None:
-        if kind == "listen":
-            self._listen()
-        else:
-            self.driver.signals.agreed = True
+    def mirror(self, kind: str, payload: str) -> None:
+        self._meet(payload)
+        self.driver.signals.in_loops = True
 
-    def _listen(self) -> None:
-        self.driver.signals.asked = True
-        self.driver.signals.listen()
+    def _meet(self, name: str) -> None:
+        signals, everyone = self.driver.signals, range(self.members.world_size)
+        signals.listen()
+        said = self.tail_log.channel.gather(signals.received, of=bool, among=(name, everyone))
+        signals.agreed = any(said)

@@ -24,7 +24,7 @@ class Stopped(Run):
 
     signals: dict[int, tuple[int, int]] = field(default_factory=dict)
     number: int = signal.SIGTERM
-    every: int = 1  # steps, between two questions
+    every: int = 1  # steps, between two questions; 0 for none
 
     def signal(self, rank: int, epoch: int, step: int) -> None:
         if self.signals.get(rank) == (epoch, step):
@@ -38,12 +38,13 @@ def job(rank: int, run: Stopped, saved: dict[str, Any] | None) -> tuple[dict[str
     options = {"may_break": run.may_break, "rebalance": run.rebalance}
     with Join([model, *training.given], weighting=run.option, **options) as join:
         first = 0
+        assert run.every or not join.stop_requested()  # from here on the signals end nothing
         if saved is not None:
             net.load_state_dict(saved["model"])
             for each, state in zip(training.given, saved["states"], strict=True):
                 each.load_state_dict(state)
             join.load_state_dict(saved["join"])
-            first = saved["epoch"] + saved["join"]["over"]
+            first = saved["epoch"]
         for epoch in range(first, run.epochs):
             batches: Any = run.batches(rank, epoch)
             for batch in join.batches(DataLoader(Stream(batches), batch_size=None) if run.iterable else batches):
@@ -54,14 +55,15 @@ def job(rank: int, run: Stopped, saved: dict[str, Any] | None) -> tuple[dict[str
                 for loss in run.losses(model, batch, rank, epoch, step):
                     training.backward(loss)
                 training.end_step(epoch, step)
-                if step % run.every == 0 and join.stop_requested():
+                if run.every and step % run.every == 0 and join.stop_requested():
                     left = epoch, step
                     break
             if saved is None:
                 run.signal(rank, epoch, BEHIND)
             if join.stop_requested():
-                states = [each.state_dict() for each in training.given]
-                saved = {"model": net.state_dict(), "states": states, "join": join.state_dict(), "epoch": epoch}
+                states, position = [each.state_dict() for each in training.given], join.state_dict()
+                saved = {"model": net.state_dict(), "states": states, "join": position}
+                saved["epoch"] = epoch + position["over"]
                 return saved, [p.detach().clone() for p in net.parameters()], left
     assert not join.stop_requested()
     return None, [p.detach().clone() for p in net.parameters()], left
@@ -88,9 +90,11 @@ RUN = Stopped((2, 6, 0), epochs=2, scheduler="step", ragged=True)
         (RUN.but(signals={1: (0, 4)}, number=signal.SIGUSR1), [None, (0, 4), None]),
         (RUN.but(signals={1: (1, 5)}, iterable=True), [None, (1, 5), None]),
         (RUN.but(signals={0: (0, 1), 1: (0, 1)}, weighting="samples"), [(0, 1), (0, 1), None]),
-        # A rank without a batch, or behind its last one, is heard where all ranks ask.
-        (RUN.but(signals={2: (0, BEHIND)}), [None, None, None]),
-        (RUN.but(signals={0: (0, BEHIND)}, iterable=True), [None, None, None]),
+        # Behind a loop, and on a rank without a batch: heard in the next one.
+        (RUN.but(signals={2: (0, BEHIND)}), [(1, 0), (1, 0), None]),
+        (RUN.but(signals={0: (0, BEHIND)}, iterable=True), [(1, 0), (1, 0), None]),
+        # Where nobody asks in a loop, between loops.
+        (RUN.but(signals={2: (0, BEHIND)}, every=0), [None, None, None]),
         (RUN.but(signals={1: (0, 1)}, may_break=True), [(0, 1), (0, 1), None]),
         (RUN.but(signals={1: (0, 1)}, every=4), [None, (0, 4), None]),
         (RUN.but(lengths=(3, 3, 3), signals={2: (0, 1)}), [(0, 1)] * 3),
