@@ -34,7 +34,7 @@ class PlaceholderLockstep(Lockstep):
         super().__init__(driver, Participant, joinables, [])
         self._module = model
         self._losses: WeighedLosses | None = None
-        self._number = 0
+        self._number, self._batch = 0, None
 
     def use(self, model: nn.Module) -> None:
         """Go on with another wrapper."""
@@ -59,23 +59,26 @@ class PlaceholderLockstep(Lockstep):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        losses = self._begin_losses()
-        with losses.entered():
-            yield
-        losses.before = self.active_ranks
-
-    def begin_step(self, batch: Any) -> Any:
-        """Go on to a step; return what this rank runs in it: this batch, or what takes the place of its last one.
+        """See `Lockstep`.
 
         Raises:
             UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
         """
+        losses = self._begin_losses()
+        with losses.entered():
+            losses.begin(self._number, self.joined, self._batch)
+            self._batch = None
+            yield
+        losses.before = self.active_ranks
+
+    def begin_step(self, batch: Any) -> Any:
+        """Go on to a step; return what this rank runs in it: this batch, or what takes the place of its last one."""
         self._number += 1
         if self.joined:
             kind = self.driver.options.placeholder
             assert kind is not None
             batch = make_placeholder(kind, batch)
-        self._begin_losses().begin(self._number, self.joined, batch)
+        self._batch = batch
         return batch
 
     def active_step(self) -> AbstractContextManager[None]:

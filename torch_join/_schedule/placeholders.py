@@ -82,6 +82,7 @@ class WeighedLosses:
         joined: Whether this rank has no batch in it; known without waiting.
         holds_gradients: Whether there was a backward since the last step of these; `None`: nobody knows, without any.
         before: Who had a batch in the step before.
+        behind: What is in force from the loop's end until the next one begins.
         reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
     """
 
@@ -101,6 +102,7 @@ class WeighedLosses:
         self.before: Sequence[int] = range(world_size)
         self.holds_gradients: bool | None = False
         self.reads_ahead = False
+        self.behind = ExitStack()
         self._forward_in: int | None = None  # the step of the last forward of a model that was given
         self._has_rows = self._holds = False
         self._held = ExitStack()  # statistics, while this rank has no batch
@@ -127,9 +129,6 @@ class WeighedLosses:
         Raises:
             UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
         """
-        self.reads_ahead = self.reads_ahead or (
-            bool(self._given_models) and number > self.number and self._forward_in is None
-        )
         if joined and not self._holds:
             self._hold_statistics()
         self.number, self.joined = number, joined
@@ -142,6 +141,10 @@ class WeighedLosses:
                 " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
             )
 
+    def note_asked(self) -> None:
+        """Note that another batch than the first is asked for."""
+        self.reads_ahead = self.reads_ahead or (bool(self._given_models) and self._forward_in is None)
+
     def end(self) -> None:
         """Give all ranks the buffers of the lowest one with a last batch, which DDP broadcasts; all ranks call this.
 
@@ -150,8 +153,11 @@ class WeighedLosses:
         """
         if (step := self.step()) is not None:
             self.before = step.active_ranks or self.before
-        is_uneven = len(self.before) < self._world_size
-        if self.reads_ahead and self._forward_in != self.number and (is_uneven or self._weighting != "world"):
+        weighs = len(self.before) < self._world_size or self._weighting != "world"
+        if self.reads_ahead and self._forward_in is None and weighs:
+            for model in self._given_models:  # all may be trained on yet; or others were run, in an evaluation
+                self.behind.callback(model.register_forward_pre_hook(self._refuse_training).remove)
+        elif self.reads_ahead and self._forward_in != self.number and weighs:
             raise _ahead(self.number)
         self.give_buffers()
 
@@ -194,9 +200,15 @@ class WeighedLosses:
         if self._given_models and (self.reads_ahead or self._forward_in not in (None, self.number)):
             raise _ahead(self.number)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else each step would be compiled anew
     def _before_forward(self, *_: Any) -> None:
         self._forward_in = self.number
 
+    def _refuse_training(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise _ahead(self.number)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._has_rows and torch.is_grad_enabled():
             for leaf in tree_leaves(output):

@@ -145,8 +145,7 @@ class LoopDriver(Driver):
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        weighs = options.placeholder is None  # else where backwards begin: see `WeighedLosses`
-        self.members = Membership(group, options.weighting if weighs else "world", weighs and options.may_break)
+        self.members = Membership(group, "world")
         self.tail = Tail(objects, options)
         self._rebalancing = Rebalancing(self.members, options.rebalance and options.enable)
         self._throws = options.throw_on_early_termination
@@ -173,6 +172,7 @@ class LoopDriver(Driver):
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
+        self._weigh()
         self.members.reset()
         self.tail_log.reset()
         self.step.reset()
@@ -186,6 +186,10 @@ class LoopDriver(Driver):
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
         self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
+
+    def _weigh(self) -> None:
+        if self.options.placeholder is None:  # else where backwards begin: see `WeighedLosses`
+            self.members.weigh(self.options.weighting, self.options.may_break)
 
     def _renew_tail_log(self) -> None:
         self.tail_log = self.tail.tail_log = TailLog(
@@ -275,8 +279,7 @@ class LoopDriver(Driver):
         self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
-        if self._loop is not None:
-            self._loop.around.close()  # its iterator may be held by an error
+        self._drop_losses()
         self._unbegun = Unbegun()
         self.tail_log.close()
         self._steppers.clear()
@@ -399,6 +402,8 @@ class LoopDriver(Driver):
     def weigh(self, value: Tensor) -> Tensor:
         """See `Join.weigh`."""
         loop = self._loop
+        if not self.options.enable:
+            return value
         if loop is None or loop.losses is None or not self.in_loop:
             raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
         if value.requires_grad:
@@ -677,6 +682,7 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
+        self._drop_losses()
         first, reader = self._open(loader, reader_of, name)
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
@@ -790,6 +796,13 @@ class LoopDriver(Driver):
         if known is None:
             return Together(self.step, reader, self.tail_log)
         return Certain(self.step, reader, self.tail_log, [max(known)] * members.world_size, False, loop.first)
+
+    def _drop_losses(self) -> None:
+        """Leave nothing in force of the last loop, whose iterator an error may hold, and no circle."""
+        if self._loop is not None and (losses := self._loop.losses) is not None:
+            self._loop.around.close()
+            losses.behind.close()
+            losses.step = self.tail_log.channel.before_meeting = lambda: None
 
     def _end_losses(self, loop: Loop) -> None:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
@@ -906,8 +919,8 @@ class LoopDriver(Driver):
             with self._telling:
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
-        if loop is not None and loop.losses is not None and self.options.placeholder is None:
-            self.members.weigh(self.options.weighting, self.options.may_break)
+        if loop is not None and loop.losses is not None:
+            self._weigh()
         self._steps.forget()
         if not self.members.announces:
             self.tail_log.tap.remove()

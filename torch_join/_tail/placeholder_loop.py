@@ -73,6 +73,8 @@ class PlaceholderReader(Reader[Any]):
             self._begin()
         self._has_begun = False
         number, rank, has = self._next, self._members.rank, self._source.has_next()
+        if number > self._first:
+            self._losses.note_asked()
         if self._throws and len(self.hear().active_ranks) < self._members.world_size:
             raise early_termination(rank, not has)
         if has:
@@ -147,6 +149,6 @@ class Together(Schedule):
 
     def begin(self, step: int) -> bool:
         goes_on = self._reader.has_next()
-        self._current.is_last = False
+        self._current.is_last, self._current.ending = False, ()
         self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if goes_on else ())
         return True
