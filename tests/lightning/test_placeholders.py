@@ -1,5 +1,6 @@
 """A finished rank runs `training_step` itself: experts are those of one process, and what is logged is of batches."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,11 +9,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_join import DDPJoinStrategy
+from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
 from tests.support import experts
 from tests.support.experts import Case
 from tests.support.workers import WorkerError, Workers
@@ -48,8 +50,11 @@ class Module(pl.LightningModule):
         if not hasattr(self, "net"):
             rank = dist.get_rank()
             self.net = experts.make(dist.group.WORLD, rank)
-            ignored = ["net.experts.weight"]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
+            if self.case.wrap == "fsdp":
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"], ignored_params={self.net.experts.weight})
+            else:
+                ignored = ["net.experts.weight"]
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
 
     def training_step(self, batch: experts.Batch, index: int) -> Tensor | None:
         x, y = batch
@@ -89,7 +94,7 @@ def fit(rank: int, case: Case, manual: bool) -> tuple[int, list[Tensor], list[fl
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=len(case.lengths),
-        strategy=DDPJoinStrategy(weighting=case.weighting, placeholder=case.placeholder),
+        strategy=STRATEGIES[case.wrap](weighting=case.weighting, placeholder=case.placeholder),
         max_epochs=1,
         logger=log,
         log_every_n_steps=1,
@@ -99,15 +104,17 @@ def fit(rank: int, case: Case, manual: bool) -> tuple[int, list[Tensor], list[fl
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        precision="64-true",
     )
     module, data = Module(case, manual), DataLoader(case.batches(rank), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, data)
     epoch = log.epochs[0] if rank == 0 else {}
-    return rank, [p.detach().clone() for p in module.net.parameters()], log.steps, epoch, hooks
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.net.parameters()]
+    return rank, [p.detach().clone() for p in parameters], log.steps, epoch, hooks
 
 
+STRATEGIES: dict[str, Any] = {"ddp": DDPJoinStrategy, "fsdp": partial(ModelParallelJoinStrategy, 2, 1)}
 CASES = {
+    "fully_shard": (Case((3, 1), "fsdp", weighting="samples"), False),
     "rows": (Case((1, 4), placeholder="rows", weighting="active"), False),
     "last": (Case((0, 2, 5, 3), weighting="samples", ranks_per_model=4), False),
     "manual": (Case((1, 3), weighting="active"), True),
