@@ -111,6 +111,7 @@ class Operations(ActiveOperations, Participant):
         writes them.
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
+        self.driver.bring_buffers()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
             warnings.warn(

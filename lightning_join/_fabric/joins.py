@@ -444,6 +444,8 @@ class Joins:
         if tail is not None and (tail.driver.find_main_joined() or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
+            if self._driver is not None:
+                self._driver.bring_buffers()
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

@@ -70,6 +70,8 @@ class PlaceholderLockstep(Lockstep):
             self._batch = None
             yield
         losses.before = self.active_ranks
+        if 0 not in self.active_ranks:
+            self.sync_buffers()  # rank 0 writes checkpoints
 
     def begin_step(self, batch: Any) -> Any:
         """Go on to a step; return what this rank runs in it: this batch, or what takes the place of its last one."""

@@ -355,6 +355,13 @@ class LoopDriver(Driver):
         """Whether this rank is in a loop in which finished ranks run placeholders."""
         return self.in_loop and self._loop is not None and self._loop.losses is not None
 
+    def bring_buffers(self) -> None:
+        """Give all ranks the newest buffers, where rank 0 is about to save and runs a placeholder; all call this."""
+        if self.runs_placeholders and 0 not in (active := self.find_active()):
+            losses = cast(WeighedLosses, cast(Loop, self._loop).losses)
+            losses.before = active
+            losses.give_buffers()
+
     @property
     def in_placeholder(self) -> bool:
         """Whether this rank runs a placeholder in the current step."""
