@@ -17,7 +17,7 @@ from accelerate_join._accelerator import class_replaced, gather_in_order
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
-from torch_join import Join, JoinTypeError, UnsupportedError
+from torch_join import Join, JoinTypeError, JoinValueError, UnsupportedError
 from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed
 
 T = TypeVar("T")
@@ -276,7 +276,16 @@ class _Join(Join):
     """The `Join` that users get; it has no public names besides those of `Join`."""
 
     def batches(self, loader: Any, **options: Any) -> Any:
-        """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is."""
+        """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is.
+
+        Raises:
+            JoinValueError: There is a `placeholder` for a prepared loader.
+        """
+        if is_prepared(loader) and options.get("placeholder") is not None:
+            raise JoinValueError(
+                "join.batches(loader, placeholder=...) of a loader that Accelerate has prepared, whose loops are all"
+                " alike: give it to join_uneven_inputs or join_batches."
+            )
         return loader if is_prepared(loader) else super().batches(loader, **options)
 
 

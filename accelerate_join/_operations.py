@@ -93,9 +93,13 @@ class Operations(ActiveOperations, Participant):
         self._call("log", args, kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process, what the lowest active rank has if it has joined."""
+        """Print on the main process, or on the lowest active rank if that has joined."""
+        if self.driver.runs_placeholders and 0 not in self.active:
+            if self.members.rank == self.active[0]:
+                print(*args, **kwargs)
+            return
         with self.acting_for_main_process():
-            self._type.print(self._accelerator, *self.driver.of_leader([str(each) for each in args]), **kwargs)
+            self._type.print(self._accelerator, *args, **kwargs)
 
     def log_epoch(self, values: dict[str, float], _: int) -> None:
         """Log what a monitor says of a loop that has ended, without a step; all ranks call this.
@@ -147,6 +151,7 @@ class Operations(ActiveOperations, Participant):
         if holds_parts(model):
             self._call_with(model, "save_model", args, kwargs)
             return
+        self.driver.bring_buffers()
         with self.acting_for_main_process():
             self._call("save_model", (model, *args), kwargs)
 

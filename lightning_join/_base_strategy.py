@@ -13,13 +13,12 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from lightning_join import _compat
 from lightning_join._checks import check_module, check_optimizers
-from lightning_join._collectives import active_places, is_mean
+from lightning_join._collectives import active_places, is_mean, neutral
 from lightning_join._logging.step_values import StepValues, logging_nothing
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
@@ -307,8 +306,8 @@ class Joining(JoiningStrategy):
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.double()
         ranks = self.step_ranks
-        if self.in_placeholder and (averages or reduce_op in ("sum", ReduceOp.SUM)):
-            tensor = torch.zeros_like(tensor)
+        if self.in_placeholder:
+            tensor = neutral(tensor, reduce_op)
         if averages and ranks is not None:
             return super().reduce(tensor, group, "sum") / len(active_places(ranks, group))  # type: ignore[safe-super]
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]

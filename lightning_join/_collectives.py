@@ -126,6 +126,27 @@ class ActiveCollectives:
         return found
 
 
+def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
+    """Return what a rank that runs a placeholder adds to a reduction, in place of a tensor of its own.
+
+    Raises:
+        UnsupportedError: There is no such thing.
+    """
+    name = "sum" if is_mean(reduce_op) else str(reduce_op).lower().removeprefix("redoptype.").removeprefix("reduceop.")
+    limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else None
+    values: dict[str, float] = {"sum": 0, "product": 1}
+    if limits is not None:
+        values |= {"min": limits.max, "max": limits.min}
+    elif not tensor.is_complex() and tensor.dtype != torch.bool:
+        values |= {"min": torch.iinfo(tensor.dtype).max, "max": torch.iinfo(tensor.dtype).min}
+    if name not in values:
+        raise UnsupportedError(
+            f"A reduction by {reduce_op!r} while some rank runs a placeholder, which must not count: only means, sums,"
+            " products, minima and maxima have a value that changes nothing."
+        )
+    return torch.full_like(tensor, values[name])
+
+
 def is_mean(reduce_op: Any) -> bool:
     """Whether a reduction averages, as Lightning spells it."""
     return isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")

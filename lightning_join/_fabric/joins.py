@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_join import _compat_fabric as _compat
-from lightning_join._collectives import active_places, is_mean
+from lightning_join._collectives import active_places, is_mean, neutral
 from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import is_dealt_out, mark_injected, without_padding
@@ -316,6 +316,8 @@ class Joins:
             self._inner -= 1
 
     def _check_nested(self, driver: LoopDriver) -> None:
+        if driver.runs_placeholders:
+            return  # finished ranks come here, too
         certain = driver.certain_lengths
         uneven = len(driver.find_active()) < self.world_size
         if uneven or (certain is not None and min(certain) != max(certain)):
@@ -390,8 +392,8 @@ class Joins:
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         ranks = self.find_step_ranks()
         own = super().all_reduce  # type: ignore[misc]
-        if self.in_placeholder and isinstance(tensor, Tensor):
-            tensor.zero_()
+        if self.in_placeholder and ranks is not None and isinstance(tensor, Tensor):
+            tensor.copy_(neutral(tensor, reduce_op))
         if ranks is None or not is_mean(reduce_op) or not isinstance(tensor, Tensor):
             return own(tensor, group, reduce_op)
         total = own(tensor, group, "sum")

@@ -60,10 +60,11 @@ def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    if tail.driver.find_acting_main():
+    active = tail.driver.find_active()
+    if tail.driver.find_acting_main() or (tail.driver.runs_placeholders and tail.members.rank == active[0]):
         print(*args, **kwargs)
-    else:
-        own(fabric, *tail.driver.of_leader([str(each) for each in args]), **kwargs)
+    elif 0 in active or not tail.driver.runs_placeholders:
+        own(fabric, *args, **kwargs)
 
 
 def _log_dict(

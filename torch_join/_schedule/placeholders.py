@@ -6,26 +6,32 @@ the loss of a placeholder counts zero where its backward begins. Not where gradi
 expert on a finished rank are of the others' tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError, UnsupportedError
-from torch_join._base.weighting import Weighting, Window, loss_factor
+from torch_join._base.weighting import Weighting, Window, finite, loss_factor
 from torch_join._compat import ddp as _compat
 from torch_join._compat.operators import in_backward
+from torch_join._compat.pipelining import split_backwards
 from torch_join._schedule.active_ranks import ReadStep
 
 _Name = Literal["last", "rows"]
 Placeholder: TypeAlias = _Name | Callable[[Any], Any]  # gets the rank's last batch
+
+
+_PLAIN = (str, bytes, int, float, type(None))
 
 
 def check_placeholder(placeholder: Any) -> None:
@@ -43,19 +49,32 @@ def check_placeholder(placeholder: Any) -> None:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of the same form that has no samples: of each tensor `tensor[:0]`, and empty lists of objects."""
+    """Return a batch of the same form that has no samples: of each tensor `tensor[:0]`, and empty lists of objects.
+
+    Raises:
+        JoinTypeError: It holds something else that may be of its samples.
+    """
     if isinstance(batch, Tensor):
         return batch[:0] if batch.ndim else batch
     if isinstance(batch, Mapping):
         parts = {key: without_rows(each) for key, each in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+        emptied = copy.copy(batch)
+        emptied.update(parts)
+        return emptied
     if isinstance(batch, tuple):
         rest = [without_rows(each) for each in batch]
         return type(batch)(*rest) if hasattr(batch, "_fields") else type(batch)(rest)
     if isinstance(batch, list):
         nested = isinstance(batch, Window) or any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in batch)
         return type(batch)(map(without_rows, batch)) if nested else []
-    return batch
+    if isinstance(batch, _PLAIN):
+        return batch
+    raise JoinTypeError(
+        f"placeholder='rows' finds a {type(batch).__name__} in a batch, and cannot tell what of it is of which sample."
+        " Use a function that gets a batch and returns one without samples, or placeholder='last'."
+    )
 
 
 def make_placeholder(kind: Placeholder, last: Any) -> Any:
@@ -80,7 +99,7 @@ class WeighedLosses:
         step: Returns who has a batch in the current step, and what it counts; waits for the others to say.
         number: Of the current step.
         joined: Whether this rank has no batch in it; known without waiting.
-        holds_gradients: Whether there was a backward since the last step of these; `None`: nobody knows, without any.
+        trains: Whether there was a backward in the loop.
         before: Who had a batch in the step before.
         behind: What is in force from the loop's end until the next one begins.
         reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
@@ -100,8 +119,7 @@ class WeighedLosses:
         self.step: Callable[[], ReadStep | None] = lambda: None
         self.number, self.joined = number, False
         self.before: Sequence[int] = range(world_size)
-        self.holds_gradients: bool | None = False
-        self.reads_ahead = False
+        self.reads_ahead = self.trains = self._has_accumulated = False
         self.behind = ExitStack()
         self._forward_in: int | None = None  # the step of the last forward of a model that was given
         self._has_rows = self._holds = False
@@ -110,8 +128,9 @@ class WeighedLosses:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Put around a loop."""
-        self.holds_gradients = self.reads_ahead = False
-        self._forward_in, self._own_backward, self._holds = None, torch.autograd.backward, False
+        self.reads_ahead = False
+        self._forward_in, self._holds = None, False
+        self._own_backward = torch.autograd.backward
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
             stack.enter_context(self._held)
@@ -121,25 +140,15 @@ class WeighedLosses:
             stack.enter_context(self._buffers_from_leader())
             for optimizer in self._given_optimizers:
                 stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            stack.enter_context(split_backwards(self._refuse_zero_bubble))
             yield
 
     def begin(self, number: int, joined: bool, batch: Any) -> None:
-        """Go on to a step, with this batch or placeholder.
-
-        Raises:
-            UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
-        """
+        """Go on to a step, with this batch or placeholder."""
         if joined and not self._holds:
             self._hold_statistics()
         self.number, self.joined = number, joined
-        self._has_rows = joined and any(isinstance(t, Tensor) and t.ndim and len(t) for t in tree_leaves(batch))
-        if self._has_rows and any(
-            isinstance(m, nn.SyncBatchNorm) for model in self._given_models for m in model.modules()
-        ):
-            raise UnsupportedError(
-                "SyncBatchNorm normalizes all ranks' samples by the statistics of all, and a placeholder with rows"
-                " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
-            )
+        self._has_rows = joined and _has_rows(batch)
 
     def note_asked(self) -> None:
         """Note that another batch than the first is asked for."""
@@ -186,7 +195,7 @@ class WeighedLosses:
         go on with gradients that are weighted already.
         """
         if not in_backward():
-            self.holds_gradients = True if self._given_optimizers else None
+            self._has_accumulated = self.trains = True
             if (factor := self.factor) != 1.0:
                 self._check_order()
                 tensors = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else [*tensors]
@@ -196,13 +205,27 @@ class WeighedLosses:
                 grad_tensors = [_first_gradient(*each, factor) for each in zip(tensors, given, strict=True)]
         self._own_backward(tensors, grad_tensors, *args, **kwargs)
 
+    def _refuse_zero_bubble(self) -> None:
+        """Refuse a pipeline's schedule that splits backwards: it asks for gradients in a way that knows no weight."""
+        if self.factor != 1.0:
+            raise UnsupportedError(
+                "A pipeline's schedule of zero bubbles, with placeholder=, in a step in which this rank's loss does not"
+                " count 1: it calls torch.autograd.grad, which knows no weight. Use ScheduleGPipe or Schedule1F1B."
+            )
+
     def _check_order(self) -> None:
-        if self._given_models and (self.reads_ahead or self._forward_in not in (None, self.number)):
+        if self.reads_ahead and self._forward_in is not None:
             raise _ahead(self.number)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else each step would be compiled anew
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, model: nn.Module, *_: Any) -> None:
         self._forward_in = self.number
+        syncs = self._has_rows and torch.is_grad_enabled()
+        if syncs and any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules()):
+            raise UnsupportedError(
+                "SyncBatchNorm normalizes all ranks' samples by the statistics of all, and a placeholder with rows"
+                " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
+            )
 
     def _refuse_training(self, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -210,13 +233,33 @@ class WeighedLosses:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._has_rows and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._world_size > 1:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_check_gradient)  # type: ignore[no-untyped-call]
+                    leaf.register_hook(partial(self._check_gradient, self.number))  # type: ignore[no-untyped-call]
+
+    def _check_gradient(self, number: int, gradient: Tensor) -> Tensor | None:
+        """Check what comes to an output of a given model, before it goes on to what other ranks take part in."""
+        if number != self.number and (self.joined or self._weighting != "world"):
+            raise _ahead(self.number)
+        if self.joined and self._has_rows and gradient.isnan().any():
+            raise JoinError(
+                "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN), which would"
+                " reach all ranks through what they compute together: the placeholder has a NaN in it, or the loss"
+                " divides by how much in it is not masked. Return other values, or divide by `max(count, 1)`."
+            )
+        return finite(gradient) if not self.joined and self.factor == 0 else None
 
     def _after_step(self, *_: Any) -> None:
-        self.holds_gradients = False
+        self._has_accumulated = False
+
+    @property
+    def holds_gradients(self) -> bool | None:
+        """Whether there are gradients that no given optimizer has stepped with; `None`: without one, nobody knows."""
+        if not (self._has_accumulated and self._given_optimizers):
+            return None if self._has_accumulated else False
+        groups = [group for optimizer in self._given_optimizers for group in optimizer.param_groups]
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     @contextmanager
     def _buffers_from_leader(self) -> Iterator[list[DistributedDataParallel]]:
@@ -236,7 +279,7 @@ class WeighedLosses:
         self._holds = True
         for model in self._given_models:
             for module in model.modules():
-                if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+                if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm):
                     self._held.enter_context(setting(module, track_running_stats=False))
 
 
@@ -255,15 +298,15 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
 def _ahead(step: int) -> JoinError:
     return JoinError(
         f"The batch of step {step} was asked for before the backward of the one before it (by a prefetcher around the"
-        " loop, or between forward and backward), so that nobody can tell what its loss counts. Put what reads ahead"
-        " inside: join.batches(prefetcher(loader)); and ask for the next batch after the backward."
+        " loop, or between forward and backward), so that nobody can tell what its loss counts. Put what reads ahead,"
+        " or leaves the first batches out, inside: join.batches(prefetcher(loader)). And ask for the next batch after"
+        " the backward, of which each has one step's losses."
     )
 
 
-def _check_gradient(gradient: Tensor) -> None:
-    if gradient.isnan().any():
-        raise JoinError(
-            "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN), which would reach"
-            " all ranks through what they compute together: the placeholder has a NaN in it, or the loss divides by how"
-            " much in it is not masked. Return other values, or divide by `max(count, 1)`."
-        )
+def _has_rows(batch: Any) -> bool:
+    """Whether a batch has samples, or something of which nobody can tell."""
+    return any(
+        bool(len(leaf)) if isinstance(leaf, Tensor) and leaf.ndim else not isinstance(leaf, (*_PLAIN, Tensor))
+        for leaf in tree_leaves(batch)
+    )

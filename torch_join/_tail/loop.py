@@ -1,6 +1,7 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
 import threading
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -13,6 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
 
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
@@ -24,6 +27,7 @@ from torch_join._base.synced_steps import SyncedSteps
 from torch_join._base.weighting import Window, count_samples, counter, weighted
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
+from torch_join._control.codec import is_closed
 from torch_join._handover.early_exit import EarlyExit
 from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.clears import Clears, innermost_optimizer
@@ -52,6 +56,7 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
+_MOST_SECONDS = 30.0  # that rank 0 waits for what another one logs
 _BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
@@ -179,7 +184,8 @@ class LoopDriver(Driver):
         self.tail.reset()
         self._named.current.end()
         self.place = Place.OUTSIDE
-        self.step_number = self._loops = self.plain_steps = self._told = 0
+        self.step_number = self._loops = self.plain_steps = self._own_taken = 0
+        self._told = -1, 0  # the step in which something was logged, and how often before
         self._loop = None
         self._telling.raised = None
         self._steps = Steps(self.given)
@@ -376,15 +382,40 @@ class LoopDriver(Driver):
         """Return, on rank 0, what the lowest rank with a batch has, where rank 0 runs a placeholder; all call this.
 
         Args:
-            value: What rank 0 is to log or print, of closed types.
+            value: What rank 0 is to log.
+
+        Raises:
+            JoinError: That rank has not called this for half a minute, which is so where rank 0 alone calls it.
         """
         if not self.runs_placeholders or 0 in (active := self.find_active()):
             return value
-        self._told += 1
-        key, channel = f"told/{self._loops}/{self._told}", self.tail_log.channel
+        self._told = (
+            (self.step_number, self._told[1] + 1) if self._told[0] == self.step_number else (self.step_number, 0)
+        )
+        key, channel, until = (
+            f"told/{self._loops}/{self._told}",
+            self.tail_log.channel,
+            time.monotonic() + _MOST_SECONDS,
+        )
         if self.members.rank == active[0]:
-            channel.post(key, value)
-        return cast(T, channel.read(key)) if self.members.rank == 0 else value
+            channel.post(key, value if is_closed(value) else None)
+
+        def look() -> None:
+            if time.monotonic() > until:
+                raise JoinError(
+                    f"Rank 0, which has run out of batches, logs in step {self.step_number} what rank {active[0]} has,"
+                    " which does not log there. With placeholder=, all ranks call `log`, in the same order."
+                )
+
+        if self.members.rank != 0:
+            return value
+        if (told := channel.read(key, look)) is None:
+            warnings.warn(
+                f"What rank {active[0]} logs in step {self.step_number} is not logged by rank 0, which has run out of"
+                " batches: only numbers, strings, lists and tensors can be sent to it.",
+                stacklevel=3,
+            )
+        return cast(T, value if told is None else told)
 
     def check_together(self, call: str) -> None:
         """Meet the others, if that was put off, before something that takes all ranks.
@@ -429,7 +460,7 @@ class LoopDriver(Driver):
         loop = self._loop
         if loop is None or loop.losses is None or loop.source is None or not isinstance(rows, list):
             return
-        own = loop.source.taken - loop.source.first
+        own = self._own_taken
         if len(rows) > own and loop.losses.joined:
             with self._telling:
                 raise JoinValueError(
@@ -437,6 +468,13 @@ class LoopDriver(Driver):
                     " placeholders are among them. Append what a step computes only `if not join.joined`, or give"
                     " indices, of which each counts once."
                 )
+
+    def shaped(self, tensor: Tensor, active: Sequence[int]) -> Tensor:
+        """Return, on a rank that runs a placeholder, zeros of the others' shape, made of `tensor`; all call this."""
+        shapes = self.tail_log.channel.gather([*tensor.shape], of=list[int])
+        if not self.in_placeholder or shapes[self.members.rank] == shapes[active[0]]:
+            return tensor
+        return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
 
     def find_last_step(self) -> bool:
         """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
@@ -746,6 +784,7 @@ class LoopDriver(Driver):
         mine = stopwatch.stop(*self._rebalancing.exchanged, self._rebalancing.nbytes)
         if self.options.enable:
             trains, channel = bool(loop.trains) or not self.tail_log.models(), self.tail_log.channel
+            trains = trains if loop.losses is None else loop.losses.trains
         else:
             trains, channel = torch.is_grad_enabled(), Channel()  # of one rank
         with self._telling:
@@ -785,6 +824,12 @@ class LoopDriver(Driver):
                 "A DeepSpeed engine was given to Join, with placeholder=, which no test has been made of. Leave"
                 " placeholder= out: a finished rank follows what engines do."
             )
+        custom = (each for each in self.given if isinstance(each, Joinable))
+        if (own := next((each for each in custom if not isinstance(each, (nn.Module, Optimizer))), None)) is not None:
+            raise UnsupportedError(
+                f"A {type(own).__name__}, which is a Joinable, was given to Join, with placeholder=: each rank makes"
+                " every step, and none runs its hooks. Leave it out, and do what its hooks do in the step."
+            )
         if any(map(holds_metrics, self.given)):
             raise UnsupportedError(
                 "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update"
@@ -814,6 +859,7 @@ class LoopDriver(Driver):
     def _end_losses(self, loop: Loop) -> None:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
         if loop.losses is not None:
+            self._own_taken += cast(Reader[Any], loop.source).taken - cast(Reader[Any], loop.source).first
             with self._telling:
                 loop.losses.end()
             self.tail_log.channel.before_meeting = lambda: None

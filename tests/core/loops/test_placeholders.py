@@ -2,13 +2,16 @@
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
@@ -21,6 +24,7 @@ from tests.support.experts import Batch, Case, Spread
 from tests.support.many import seeds
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
+from torch_join._schedule.placeholders import without_rows
 
 
 def masked(batch: Batch) -> Batch:
@@ -277,13 +281,49 @@ def measure(rank: int) -> tuple[int, list[int]]:
         for x in join.batches([rows_of(rank, step) for step in range((2, 4)[rank])]):
             ddp(x).square().mean().backward()
         met = inside.channel_of(join).barrier_number - before
-    return met, [each.batches for each in monitor.epochs[1].ranks]
+    return met, [each.batches for each in monitor.epochs[0].ranks]
 
 
 def test_certain_lengths_need_no_exchange(workers: Workers) -> None:
     for met, batches in workers.run(2, measure):
         assert met == 0
         assert batches == [2, 4]
+
+
+def count_none(rank: int) -> list[float]:
+    """Train on batches weighted by their tokens, of which rank 0's first one has none, and a mean over them."""
+    net = network()
+    ddp, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    tokens = [[0.0, 2.0], [1.0, 3.0, 2.0]][rank]
+    batches = [(rows_of(rank, step), torch.tensor(count)) for step, count in enumerate(tokens)]
+    with Join([ddp, optimizer], weighting=lambda batch: float(batch[1]), placeholder="last") as join:
+        for x, count in join.batches(batches):
+            optimizer.zero_grad()
+            ((ddp(x)[:, 0] * count).sum() / count).square().backward()
+            optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).tolist()
+
+
+def test_a_batch_that_counts_nothing_adds_nothing(workers: Workers) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step, weights in enumerate(([(1, 1.0)], [(0, 2 / 5), (1, 3 / 5)], [(1, 1.0)])):
+        optimizer.zero_grad()
+        for rank, weight in weights:
+            (net(rows_of(rank, step))[:, 0].sum().square() * weight).backward()
+        optimizer.step()
+    expected = nn.utils.parameters_to_vector(net.parameters()).tolist()
+    for found in workers.run(2, count_none):
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
+def test_no_rows_are_of_what_is_known_to_have_some() -> None:
+    batch = defaultdict(list, x=torch.ones(2, 3), pair=(torch.ones(2), 5), names=["a", "b"], none=None)
+    emptied = without_rows(batch)
+    assert type(emptied) is defaultdict
+    assert [len(emptied["x"]), len(emptied["pair"][0]), emptied["pair"][1], emptied["names"]] == [0, 0, 5, []]
+    with pytest.raises(JoinTypeError, match="finds a ndarray in a batch"):
+        without_rows({"x": np.ones(3)})
 
 
 # ---------------------------------------------------------------- what is refused, on all ranks
@@ -300,13 +340,15 @@ def refused(rank: int, how: str) -> None:
         from torchmetrics import MeanMetric
 
         given.append(MeanMetric())
-    data: Any = [rows_of(rank, step) for step in range((2, 4)[rank])]
+    if how == "joinable":
+        given.append(Counted())
+    data: Any = [rows_of(rank, step) for step in range((1, 4)[rank] if how == "over steps" else (2, 4)[rank])]
     throws = how == "throws"
     with Join(given, placeholder=placeholder, weighting="active", throw_on_early_termination=throws) as join:
         loop: Any = iter(join.batches(Stream(data) if how == "break" else data))
         if how == "ahead":
             loop = iter([*loop])
-        outputs = []
+        outputs, held = [], torch.zeros(())
         for x in loop:
             out = ddp(x)
             loss = out.square().mean()
@@ -315,6 +357,11 @@ def refused(rank: int, how: str) -> None:
                 loss = (out[:, 0] * mask).sum() / mask.sum()
             if how == "fetched":
                 next(loop, None)
+            if how == "over steps":
+                held = held + loss
+                if join.step % 2 == 0:
+                    continue
+                loss, held = held, torch.zeros(())
             optimizer.zero_grad()
             loss.backward()
             outputs.append(out)
@@ -329,6 +376,24 @@ def refused(rank: int, how: str) -> None:
             join.gather(outputs)
 
 
+class Counted(Joinable):
+    """A joinable of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
 REFUSED = {
     "nan": "which counts zero, has gradients that are NaN",
     "masked": "which counts zero, has gradients that are NaN",
@@ -337,6 +402,8 @@ REFUSED = {
     "ahead": "was asked for before the backward of the one before it",
     "fetched": "was asked for before the backward of the one before it",
     "amid": "an accumulation has begun",
+    "over steps": "was asked for before the backward of the one before it",
+    "joinable": "which is a Joinable, was given to Join, with placeholder=",
     "weighed": "a value that has a backward",
     "gather": "those of placeholders are among them",
     "break": "was left by `break` where others go on|wait for each other for ever",
