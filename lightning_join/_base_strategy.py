@@ -106,7 +106,7 @@ class Joining(JoiningStrategy):
 
     @cluster_environment.setter
     def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
-        if type(environment).__module__.startswith("lightning.") and runs_in_ray():
+        if type(environment).__module__.startswith(("lightning.pytorch.", "lightning.fabric.")) and runs_in_ray():
             from ray.train.lightning import RayLightningEnvironment
 
             environment = RayLightningEnvironment()

@@ -13,7 +13,7 @@ __all__ = ["RayDDPJoinStrategy", "RayDeepSpeedJoinStrategy", "RayFSDPJoinStrateg
 if not issubclass(RayDDPStrategy, DDPStrategy):
     raise JoinTypeError(
         "Ray Train's strategies are of `lightning.pytorch` where that is installed, and else of `pytorch_lightning`."
-        f" {__name__} is of the other one. Import lightning_join.ray, or uninstall `lightning`."
+        f" {__name__} is of the other one. Import lightning_join.ray, or uninstall the package lightning."
     )
 
 

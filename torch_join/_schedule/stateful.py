@@ -43,7 +43,8 @@ def sampler_of(loader: Any) -> Any:
     """Return the sampler that a loader's indices come from, whatever makes batches of them; `None` without one."""
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
-    while isinstance(sampler, BatchSampler) and not is_stateful(sampler):
+    # One of Accelerate's has none of its own.
+    while isinstance(sampler, BatchSampler) and not is_stateful(sampler) and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
 
