@@ -7,6 +7,7 @@ expert on a finished rank are of the others' tokens.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -131,12 +132,14 @@ class WeighedLosses:
         self.reads_ahead = False
         self._forward_in, self._holds = None, False
         self._own_backward = torch.autograd.backward
+        # Else a compiled model would be compiled anew in each step. It takes long to import.
+        eager: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
             stack.enter_context(self._held)
             for model in self._given_models:
-                stack.callback(model.register_forward_pre_hook(self._before_forward).remove)
-                stack.callback(model.register_forward_hook(self._after_forward).remove)
+                stack.callback(model.register_forward_pre_hook(eager(self._before_forward)).remove)
+                stack.callback(model.register_forward_hook(eager(self._after_forward)).remove)
             stack.enter_context(self._buffers_from_leader())
             for optimizer in self._given_optimizers:
                 stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -217,7 +220,6 @@ class WeighedLosses:
         if self.reads_ahead and self._forward_in is not None:
             raise _ahead(self.number)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else each step would be compiled anew
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
         self._forward_in = self.number
         syncs = self._has_rows and torch.is_grad_enabled()
@@ -231,7 +233,6 @@ class WeighedLosses:
         if torch.is_grad_enabled():
             raise _ahead(self.number)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self._world_size > 1:
             for leaf in tree_leaves(output):

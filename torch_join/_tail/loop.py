@@ -150,7 +150,8 @@ class LoopDriver(Driver):
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        self.members = Membership(group, "world")
+        weighs = options.placeholder is None  # else where backwards begin: see `WeighedLosses`
+        self.members = Membership(group, options.weighting if weighs else "world", weighs and options.may_break)
         self.tail = Tail(objects, options)
         self._rebalancing = Rebalancing(self.members, options.rebalance and options.enable)
         self._throws = options.throw_on_early_termination
@@ -177,7 +178,8 @@ class LoopDriver(Driver):
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
-        self._weigh()
+        if self._loop is not None and self._loop.losses is not None:
+            self._weigh()
         self.members.reset()
         self.tail_log.reset()
         self.step.reset()
@@ -285,7 +287,8 @@ class LoopDriver(Driver):
         self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
-        self._drop_losses()
+        if self._loop is not None and self._loop.losses is not None:
+            self._drop_losses(self._loop, self._loop.losses)
         self._unbegun = Unbegun()
         self.tail_log.close()
         self._steppers.clear()
@@ -682,7 +685,8 @@ class LoopDriver(Driver):
                         raise _nesting.left_behind()
                     return
                 self.step_number += 1
-            self._end_losses(loop)
+            if loop.losses is not None:
+                self._end_losses(loop, loop.losses)
         except GeneratorExit:
             loop.around.close()
             on_purpose = is_left_on_purpose()
@@ -727,7 +731,8 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
-        self._drop_losses()
+        if self._loop is not None and self._loop.losses is not None:
+            self._drop_losses(self._loop, self._loop.losses)
         first, reader = self._open(loader, reader_of, name)
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
@@ -849,20 +854,19 @@ class LoopDriver(Driver):
             return Together(self.step, reader, self.tail_log)
         return Certain(self.step, reader, self.tail_log, [max(known)] * members.world_size, False, loop.first)
 
-    def _drop_losses(self) -> None:
+    def _drop_losses(self, loop: Loop, losses: WeighedLosses) -> None:
         """Leave nothing in force of the last loop, whose iterator an error may hold, and no circle."""
-        if self._loop is not None and (losses := self._loop.losses) is not None:
-            self._loop.around.close()
-            losses.behind.close()
-            losses.step = self.tail_log.channel.before_meeting = lambda: None
+        loop.around.close()
+        losses.behind.close()
+        losses.step = self.tail_log.channel.before_meeting = lambda: None
 
-    def _end_losses(self, loop: Loop) -> None:
+    def _end_losses(self, loop: Loop, losses: WeighedLosses) -> None:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
-        if loop.losses is not None:
-            self._own_taken += cast(Reader[Any], loop.source).taken - cast(Reader[Any], loop.source).first
-            with self._telling:
-                loop.losses.end()
-            self.tail_log.channel.before_meeting = lambda: None
+        source = cast(Reader[Any], loop.source)
+        self._own_taken += source.taken - source.first
+        with self._telling:
+            losses.end()
+        self.tail_log.channel.before_meeting = lambda: None
 
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
@@ -940,7 +944,8 @@ class LoopDriver(Driver):
             raise
         if not self.members.last_joiner:
             self.tail.reads.warn(self.members.name)
-        self._end_losses(loop)
+        if loop.losses is not None:
+            self._end_losses(loop, loop.losses)
         self._finish_loop()
         self._measure(loop)
 
