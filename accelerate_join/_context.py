@@ -18,7 +18,7 @@ from accelerate_join._loaders import PreparedReader, even_batches_set, goes_thro
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinTypeError, JoinValueError, UnsupportedError
-from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed
+from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed, setting
 
 T = TypeVar("T")
 
@@ -344,12 +344,14 @@ class AcceleratorContext:
             def trained_on() -> int:
                 return readers[0].trained_on if readers else 0
 
+            iteration = getattr(loader, "iteration", 0)
             begun = _positions.going_through(self._accelerator, loader, own_iter, trained_on, gives)
             with begun as (own, iterate, is_at_end, note_batch):
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
                     readers = readers or [self._driver.reader]
                     if self._driver.in_placeholder:
-                        with _compat.active_loader(loader):  # as for a rank with a batch
+                        # As on a rank with a batch: Accelerate's own loop has ended, and counted this epoch.
+                        with _compat.active_loader(loader), setting(loader, iteration=iteration):
                             yield batch
                     else:
                         note_batch()

@@ -230,7 +230,9 @@ class Operations(ActiveOperations, Participant):
             if scaler is not None:
                 self._accelerator.scaler.load_state_dict(scaler)
         last, members = self.progress.find_loader() if is_last else None, self.members
-        with _positions.saved(self._accelerator, when, last, members.leads, not members.serves):
+        goes_on = not (members.serves or self.driver.in_placeholder)
+        leads = goes_on and members.rank == self.active[0]
+        with _positions.saved(self._accelerator, when, last, leads, goes_on):
             return self._call("save_state", args, kwargs)
 
     def note_missed(self, for_metrics: bool) -> None:
