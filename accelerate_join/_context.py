@@ -349,7 +349,7 @@ class AcceleratorContext:
             with begun as (own, iterate, is_at_end, note_batch):
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
                     readers = readers or [self._driver.reader]
-                    if self._driver.in_placeholder:
+                    if (placeholders := self._driver.placeholders) is not None and placeholders.joined:
                         # As on a rank with a batch: Accelerate's own loop has ended, and counted this epoch.
                         with _compat.active_loader(loader), setting(loader, iteration=iteration):
                             yield batch

@@ -89,12 +89,15 @@ class Operations(ActiveOperations, Participant):
         """Log on the main process, with the values of the lowest active rank if it has joined."""
         if self.driver.find_main_joined():
             self.announce_open(_CALL, ("log", None, args, kwargs))
-        args, kwargs = self.driver.of_leader((args, kwargs))
+        elif (placeholders := self.driver.placeholders) is not None:
+            if (values := placeholders.logged_values((args, kwargs))) is None:
+                return
+            args, kwargs = values
         self._call("log", args, kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, or on the lowest active rank if that has joined."""
-        if self.driver.runs_placeholders and 0 not in self.active:
+        if self.driver.placeholders is not None and 0 not in self.active:
             if self.members.rank == self.active[0]:
                 print(*args, **kwargs)
             return
@@ -115,7 +118,8 @@ class Operations(ActiveOperations, Participant):
         writes them.
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
-        self.driver.bring_buffers()
+        if (placeholders := self.driver.placeholders) is not None:
+            placeholders.bring_buffers()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
             warnings.warn(
@@ -151,7 +155,8 @@ class Operations(ActiveOperations, Participant):
         if holds_parts(model):
             self._call_with(model, "save_model", args, kwargs)
             return
-        self.driver.bring_buffers()
+        if (placeholders := self.driver.placeholders) is not None:
+            placeholders.bring_buffers()
         with self.acting_for_main_process():
             self._call("save_model", (model, *args), kwargs)
 
@@ -230,7 +235,8 @@ class Operations(ActiveOperations, Participant):
             if scaler is not None:
                 self._accelerator.scaler.load_state_dict(scaler)
         last, members = self.progress.find_loader() if is_last else None, self.members
-        goes_on = not (members.serves or self.driver.in_placeholder)
+        placeholders = self.driver.placeholders
+        goes_on = not (members.serves or (placeholders is not None and placeholders.joined))
         leads = goes_on and members.rank == self.active[0]
         with _positions.saved(self._accelerator, when, last, leads, goes_on):
             return self._call("save_state", args, kwargs)

@@ -247,15 +247,16 @@ class Joining(JoiningStrategy):
         """Run a `training_step`, on a batch or, on a finished rank, on a placeholder, which is logged nowhere."""
         assert self.metrics is not None
         assert self.join is not None
+        assert self.lightning_module is not None
         with ExitStack() as stack:
             stack.enter_context(self.join.active_step())
             if self.join.joined:
                 self.metrics.renew()
                 stack.enter_context(self.metrics.aside())
-                trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+                trainer: Any = self.lightning_module.trainer
                 stack.enter_context(logging_nothing(trainer._results))
             output = own(*args, **kwargs)
-        if output is None:
+        if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
                 "training_step returned None, with placeholder=, where each step takes all ranks. Return a loss of zero"
                 " that depends on the model's output (`0.0 * output.sum()`), or leave such batches out of the"

@@ -241,8 +241,8 @@ class Join(TorchJoin):
             The tensors, stacked, in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
         """
         active, members = self._driver.find_active(), self._driver.members
-        if self._driver.runs_placeholders and len(active) < members.world_size:
-            tensor = self._driver.shaped(tensor, active)
+        if (placeholders := self._driver.placeholders) is not None:
+            tensor = placeholders.shaped(tensor)
         return gather_active(tensor, active, members.group if members.world_size > 1 else None, sync_grads)
 
     def weigh(self, value: Tensor) -> Tensor:

@@ -316,8 +316,6 @@ class Joins:
             self._inner -= 1
 
     def _check_nested(self, driver: LoopDriver) -> None:
-        if driver.runs_placeholders:
-            return  # finished ranks come here, too
         certain = driver.certain_lengths
         uneven = len(driver.find_active()) < self.world_size
         if uneven or (certain is not None and min(certain) != max(certain)):
@@ -373,16 +371,18 @@ class Joins:
     def find_placeholders(self) -> Operations | None:
         """Return what takes part in a step in which some ranks run placeholders, and make all calls; or `None`."""
         found = self._operations
-        runs = found is not None and found.driver.runs_placeholders and len(self.active_ranks) < self.world_size
-        return found if runs else None
+        if found is None or found.driver.placeholders is None or len(self.active_ranks) == self.world_size:
+            return None
+        return found
 
     @property
     def all_call(self) -> bool:
-        return self._driver is not None and self._driver.runs_placeholders
+        return self._driver is not None and self._driver.placeholders is not None
 
     @property
     def in_placeholder(self) -> bool:
-        return self._driver is not None and self._driver.in_placeholder
+        placeholders = None if self._driver is None else self._driver.placeholders
+        return placeholders is not None and placeholders.joined
 
     @property
     def meets_over(self) -> Channel | None:
@@ -446,8 +446,8 @@ class Joins:
         if tail is not None and (tail.driver.find_main_joined() or tail.holds_parts(state)):
             tail.save(path, state, storage_options, filter)
         else:
-            if self._driver is not None:
-                self._driver.bring_buffers()
+            if self._driver is not None and self._driver.placeholders is not None:
+                self._driver.placeholders.bring_buffers()
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,10 +60,10 @@ def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    active = tail.driver.find_active()
-    if tail.driver.find_acting_main() or (tail.driver.runs_placeholders and tail.members.rank == active[0]):
+    active, runs_placeholders = tail.driver.find_active(), tail.driver.placeholders is not None
+    if tail.driver.find_acting_main() or (runs_placeholders and 0 not in active and tail.members.rank == active[0]):
         print(*args, **kwargs)
-    elif 0 in active or not tail.driver.runs_placeholders:
+    elif 0 in active or not runs_placeholders:
         own(fabric, *args, **kwargs)
 
 
@@ -72,7 +72,11 @@ def _log_dict(
 ) -> None:
     if tail.driver.find_main_joined():
         tail.log(dict(convert_tensors_to_scalars(metrics)), step)
-    own(fabric, tail.driver.of_leader(dict(convert_tensors_to_scalars(metrics))), step)
+    elif (placeholders := tail.driver.placeholders) is not None:
+        if (values := placeholders.logged_values(dict(convert_tensors_to_scalars(metrics)))) is None:
+            return
+        metrics = values
+    own(fabric, metrics, step)
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +85,7 @@ def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: A
 
 
 def _refuse(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
-    if tail.driver.runs_placeholders:
+    if tail.driver.placeholders is not None:
         return own(fabric, *args, **kwargs)
     raise UnsupportedError(
         "fabric.rank_zero_first in a step that some rank does not have: it makes a process group, to which all ranks"

@@ -1,5 +1,6 @@
 """A finished process runs the step itself: what Accelerate gathers, logs and counts is of those with a batch."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,32 @@ def test_what_is_gathered_and_logged(workers: Workers, capfd: pytest.CaptureFixt
         assert reduced == pytest.approx(means)
         assert synced == [False, False, True, True]
         assert weight == pytest.approx(net.weight.flatten().tolist(), abs=1e-10)
+
+
+def log_alone(rank: int, what: str) -> list[str]:
+    """Log in each step on the main process alone, or on all of them what cannot be sent."""
+    with accelerator_of(rank) as accelerator, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net, log = network(), Log()
+        accelerator.trackers = [log] if rank == 0 else []
+        model = accelerator.prepare(net)
+        data: Any = [rows_of(rank, step) for step in range((1, 3)[rank])]
+        for x in accelerator.join_batches(DataLoaderShard(data, batch_size=None), placeholder="last"):
+            accelerator.backward(model(x).square().mean())
+            if what == "object":
+                accelerator.log({"loss": object()})
+            elif rank == 0:
+                accelerator.log({"loss": 0.0})
+        accelerator.end_training()
+        assert len(log.values) == (rank == 0)
+        return [str(one.message) for one in caught]
+
+
+def test_what_a_finished_main_process_cannot_log(workers: Workers) -> None:
+    warned, _ = workers.run(2, log_alone, "object")
+    assert sum("what rank 1 logs in step" in text for text in warned) == 2
+    for outcome in workers.outcomes(2, log_alone, "alone", deadline=40.0):
+        assert "that rank has passed the step without logging" in outcome.error
 
 
 def save_and_resume(rank: int, folder: str, saves_at: int | None, placeholder: str) -> list[float]:

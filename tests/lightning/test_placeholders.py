@@ -73,7 +73,7 @@ class Module(pl.LightningModule):
         self.manual_backward(loss)
         self.on_after_backward_of_own()
         optimizer.step()
-        return loss
+        return None
 
     def on_after_backward_of_own(self) -> None:
         self.net.experts.weight.grad /= self.trainer.world_size  # type: ignore[operator]

@@ -1,11 +1,10 @@
 """The loops of a `Join`: how one is gone through, left and finished."""
 
 import threading
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -13,36 +12,32 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
-from torch.optim import Optimizer
+from torch import Tensor
 
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.devices import use_device
-from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, Steps, compare, hyperparameters
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import SyncedSteps
-from torch_join._base.weighting import Window, count_samples, counter, weighted
+from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way, in_backward
 from torch_join._control.channel import Channel
-from torch_join._control.codec import is_closed
 from torch_join._handover.early_exit import EarlyExit
 from torch_join._monitor.stopwatch import Stopwatch
 from torch_join._participants.clears import Clears, innermost_optimizer
 from torch_join._participants.custom import CustomParticipant
-from torch_join._participants.kinds import holds_metrics, is_engine
 from torch_join._participants.make_participants import make_participants
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import early_termination
-from torch_join._schedule.placeholders import Placeholder, WeighedLosses
+from torch_join._schedule.placeholders import Placeholder
 from torch_join._schedule.plan import Share
 from torch_join._schedule.positions import LoaderPlace
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
-from torch_join._tail.placeholder_loop import PlaceholderReader, Together
+from torch_join._tail.placeholder_loop import PlaceholderLoop
 from torch_join._tail.planned import Planned
 from torch_join._tail.position_exchange import PositionExchange
 from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
@@ -56,7 +51,6 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
 
-_MOST_SECONDS = 30.0  # that rank 0 waits for what another one logs
 _BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
 # How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
@@ -91,8 +85,7 @@ class Loop:
         first: The step with which it begins: later than 0 where it is resumed.
         source: Reads this rank's own batches, where these are rebalanced.
         is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
-        losses: Weighs its losses, where finished ranks run placeholders.
-        around: What is in force as long as it lasts.
+        placeholders: Runs it, if finished ranks run placeholders in it.
         stopwatch: Measures it, where the user has given a monitor.
     """
 
@@ -110,8 +103,7 @@ class Loop:
     first: int = 0
     source: Reader[Any] | None = None
     is_over: bool = False
-    losses: WeighedLosses | None = None
-    around: ExitStack = field(default_factory=ExitStack)
+    placeholders: PlaceholderLoop | None = None
     stopwatch: Stopwatch | None = None
 
 
@@ -178,7 +170,7 @@ class LoopDriver(Driver):
 
     def _reset(self) -> None:
         """Begin anew, as before the first step."""
-        if self._loop is not None and self._loop.losses is not None:
+        if self._loop is not None and self._loop.placeholders is not None:
             self._weigh()
         self.members.reset()
         self.tail_log.reset()
@@ -187,7 +179,6 @@ class LoopDriver(Driver):
         self._named.current.end()
         self.place = Place.OUTSIDE
         self.step_number = self._loops = self.plain_steps = self._own_taken = 0
-        self._told = -1, 0  # the step in which something was logged, and how often before
         self._loop = None
         self._telling.raised = None
         self._steps = Steps(self.given)
@@ -287,8 +278,8 @@ class LoopDriver(Driver):
         self.tail.reads.forget()
         self._rebalancing.abandon()
         self.place = Place.OUTSIDE
-        if self._loop is not None and self._loop.losses is not None:
-            self._drop_losses(self._loop, self._loop.losses)
+        if self._loop is not None and self._loop.placeholders is not None:
+            self._loop.placeholders.drop()
         self._unbegun = Unbegun()
         self.tail_log.close()
         self._steppers.clear()
@@ -317,14 +308,16 @@ class LoopDriver(Driver):
     @property
     def reader(self) -> Reader[Any] | None:
         """What reads the loader of the current loop, or of the last one; `None` before the first."""
-        if self._loop is None or self._loop.losses is None:
+        if self._loop is None or self._loop.placeholders is None:
             return None if self._loop is None else self._loop.reader
         return self._loop.source
 
     @property
     def certain_lengths(self) -> list[int] | None:
         """All ranks' numbers of batches in the current loop, or the last one, where these can be no others."""
-        return None if self._loop is None else self._loop.schedule.lengths
+        if self._loop is None or self._loop.placeholders is None:
+            return None if self._loop is None else self._loop.schedule.lengths
+        return self._loop.placeholders.lengths
 
     @property
     def was_even(self) -> bool:
@@ -354,71 +347,18 @@ class LoopDriver(Driver):
         return self.members
 
     def find_active(self) -> tuple[int, ...]:
-        """Meet the other ranks, if that was put off; return who has a batch at the current step."""
-        if self.runs_placeholders:
-            return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().active_ranks
-        return self.find_members().active
+        """Meet the other ranks, if that was put off; return the ranks that have a batch at the current step."""
+        return self.find_members().active if self.placeholders is None else self.placeholders.find_active()
 
     @property
-    def runs_placeholders(self) -> bool:
-        """Whether this rank is in a loop in which finished ranks run placeholders."""
-        return self.in_loop and self._loop is not None and self._loop.losses is not None
-
-    def bring_buffers(self) -> None:
-        """Give all ranks the newest buffers, where rank 0 is about to save and runs a placeholder; all call this."""
-        if self.runs_placeholders and 0 not in (active := self.find_active()):
-            losses = cast(WeighedLosses, cast(Loop, self._loop).losses)
-            losses.before = active
-            losses.give_buffers()
-
-    @property
-    def in_placeholder(self) -> bool:
-        """Whether this rank runs a placeholder in the current step."""
-        return self.runs_placeholders and cast(WeighedLosses, cast(Loop, self._loop).losses).joined
+    def placeholders(self) -> PlaceholderLoop | None:
+        """The current loop, if finished ranks run placeholders in it."""
+        return self._loop.placeholders if self.in_loop and self._loop is not None else None
 
     @property
     def counts(self) -> bool:
         """Whether batches are counted."""
         return self.options.weighting not in ("world", "active")
-
-    def of_leader(self, value: T) -> T:
-        """Return, on rank 0, what the lowest rank with a batch has, where rank 0 runs a placeholder; all call this.
-
-        Args:
-            value: What rank 0 is to log.
-
-        Raises:
-            JoinError: That rank has not called this for half a minute, which is so where rank 0 alone calls it.
-        """
-        if not self.runs_placeholders or 0 in (active := self.find_active()):
-            return value
-        self._told = (
-            (self.step_number, self._told[1] + 1) if self._told[0] == self.step_number else (self.step_number, 0)
-        )
-        key, channel, until = (
-            f"told/{self._loops}/{self._told}",
-            self.tail_log.channel,
-            time.monotonic() + _MOST_SECONDS,
-        )
-        if self.members.rank == active[0]:
-            channel.post(key, value if is_closed(value) else None)
-
-        def look() -> None:
-            if time.monotonic() > until:
-                raise JoinError(
-                    f"Rank 0, which has run out of batches, logs in step {self.step_number} what rank {active[0]} has,"
-                    " which does not log there. With placeholder=, all ranks call `log`, in the same order."
-                )
-
-        if self.members.rank != 0:
-            return value
-        if (told := channel.read(key, look)) is None:
-            warnings.warn(
-                f"What rank {active[0]} logs in step {self.step_number} is not logged by rank 0, which has run out of"
-                " batches: only numbers, strings, lists and tensors can be sent to it.",
-                stacklevel=3,
-            )
-        return cast(T, value if told is None else told)
 
     def check_together(self, call: str) -> None:
         """Meet the others, if that was put off, before something that takes all ranks.
@@ -442,47 +382,31 @@ class LoopDriver(Driver):
 
     def weigh(self, value: Tensor) -> Tensor:
         """See `Join.weigh`."""
-        loop = self._loop
+        if self.placeholders is not None:
+            return self.placeholders.weigh(value)
         if not self.options.enable:
             return value
-        if loop is None or loop.losses is None or not self.in_loop:
-            raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
-        if value.requires_grad:
-            raise JoinError(
-                "join.weigh() of a value that has a backward, where its loss is weighted: pass it to backward() as it"
-                " is. For torch.autograd.grad, weigh grad_outputs."
-            )
-        return weighted(value, loop.losses.factor)
+        raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
 
     def check_rows(self, rows: Any) -> None:
-        """Raise if rows for `gather` are of placeholders too, in the loop that has ended.
+        """Raise if rows for `gather` are of placeholders too, in the loops that have ended.
 
         Raises:
             JoinValueError: There are more structures of them than this rank had batches.
         """
-        loop = self._loop
-        if loop is None or loop.losses is None or loop.source is None or not isinstance(rows, list):
-            return
-        own = self._own_taken
-        if len(rows) > own and loop.losses.joined:
+        last = None if self._loop is None else self._loop.placeholders
+        if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self._own_taken:
             with self._telling:
                 raise JoinValueError(
-                    f"Rank {self.members.name} gives the rows of {len(rows)} steps, and had {own} batches: those of"
-                    " placeholders are among them. Append what a step computes only `if not join.joined`, or give"
-                    " indices, of which each counts once."
+                    f"Rank {self.members.name} gives the rows of {len(rows)} steps, and had {self._own_taken} batches:"
+                    " those of placeholders are among them. Append what a step computes only `if not join.joined`, or"
+                    " give indices, of which each counts once."
                 )
-
-    def shaped(self, tensor: Tensor, active: Sequence[int]) -> Tensor:
-        """Return, on a rank that runs a placeholder, zeros of the others' shape, made of `tensor`; all call this."""
-        shapes = self.tail_log.channel.gather([*tensor.shape], of=list[int])
-        if not self.in_placeholder or shapes[self.members.rank] == shapes[active[0]]:
-            return tensor
-        return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
 
     def find_last_step(self) -> bool:
         """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
-        if self.runs_placeholders:
-            return cast(PlaceholderReader, cast(Loop, self._loop).reader).hear().is_last_step
+        if self.placeholders is not None:
+            return self.placeholders.reader.hear().is_last_step
         if not (self.in_loop and self._loop is not None and self._loop.schedule.presumes_all):  # else it is planned
             self.meet()
         return self.step.is_last
@@ -563,8 +487,8 @@ class LoopDriver(Driver):
 
     def is_amid_window(self) -> bool | None:
         """Whether this rank holds gradients of an accumulation that has begun; `None` where nobody can tell yet."""
-        if self._loop is not None and self._loop.losses is not None:
-            return self._loop.losses.holds_gradients
+        if self._loop is not None and self._loop.placeholders is not None:
+            return self._loop.placeholders.losses.holds_gradients
         models = self.tail_log.models()
         said = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
         return True in said or (None if None in said else False)
@@ -664,8 +588,8 @@ class LoopDriver(Driver):
             return
         has_models = bool(self.tail_log.models())
         try:
-            if loop.losses is not None:
-                loop.around.enter_context(loop.losses.entered())
+            if loop.placeholders is not None:
+                loop.placeholders.enter()
             while True:
                 with self._telling:
                     if not self._begin_step(loop, loop.schedule):
@@ -673,22 +597,24 @@ class LoopDriver(Driver):
                     loop.stepped = not has_models
                     batch = loop.reader.take()
                     self.tail_log.in_window = type(batch) is Window
-                measures = loop.stopwatch is not None and not (loop.losses is not None and loop.losses.joined)
-                if measures:
-                    loop.stopwatch.take()  # type: ignore[union-attr]
+                stopwatch = loop.stopwatch
+                if loop.placeholders is not None and loop.placeholders.losses.joined:
+                    stopwatch = None  # it stands as of this rank's last batch
+                if stopwatch is not None:
+                    stopwatch.take()
                 yield batch
-                if measures:
-                    loop.stopwatch.ask()  # type: ignore[union-attr]
+                if stopwatch is not None:
+                    stopwatch.ask()
                 loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                 if not self._is_in(loop):
                     if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
                 self.step_number += 1
-            if loop.losses is not None:
-                self._end_losses(loop, loop.losses)
+            self._end_placeholders(loop)
         except GeneratorExit:
-            loop.around.close()
+            if loop.placeholders is not None:
+                loop.placeholders.leave()
             on_purpose = is_left_on_purpose()
             if self._is_in(loop) and on_purpose and self._is_at_end(loop):
                 self._go_through_end(loop)
@@ -698,7 +624,8 @@ class LoopDriver(Driver):
                 loop.stopwatch = None
             raise
         finally:
-            loop.around.close()
+            if loop.placeholders is not None:
+                loop.placeholders.leave()
             if self._is_in(loop):
                 self._finish_loop()
         self._measure(loop)
@@ -731,8 +658,8 @@ class LoopDriver(Driver):
             raise _nesting.nested()
         self.meet()
         self._loops += 1
-        if self._loop is not None and self._loop.losses is not None:
-            self._drop_losses(self._loop, self._loop.losses)
+        if self._loop is not None and self._loop.placeholders is not None:
+            self._loop.placeholders.drop()
         first, reader = self._open(loader, reader_of, name)
         loop = self._loop = Loop(reader, asks, number=self._loops, first=max(0, first))
         for model in self.tail_log.models():
@@ -789,7 +716,7 @@ class LoopDriver(Driver):
         mine = stopwatch.stop(*self._rebalancing.exchanged, self._rebalancing.nbytes)
         if self.options.enable:
             trains, channel = bool(loop.trains) or not self.tail_log.models(), self.tail_log.channel
-            trains = trains if loop.losses is None else loop.losses.trains
+            trains = trains if loop.placeholders is None else loop.placeholders.losses.trains
         else:
             trains, channel = torch.is_grad_enabled(), Channel()  # of one rank
         with self._telling:
@@ -822,51 +749,19 @@ class LoopDriver(Driver):
             return EachBatch(self.step, loop.reader, self.members)
         return Certain(self.step, loop.reader, self.tail_log, known, self._throws, loop.first)
 
-    def _choose_placeholders(self, loop: Loop, lengths: Sequence[int | None], placeholder: Placeholder) -> Schedule:
-        options, members = self.options, self.members
-        if any(map(is_engine, self.given)):
-            raise UnsupportedError(
-                "A DeepSpeed engine was given to Join, with placeholder=, which no test has been made of. Leave"
-                " placeholder= out: a finished rank follows what engines do."
-            )
-        custom = (each for each in self.given if isinstance(each, Joinable))
-        if (own := next((each for each in custom if not isinstance(each, (nn.Module, Optimizer))), None)) is not None:
-            raise UnsupportedError(
-                f"A {type(own).__name__}, which is a Joinable, was given to Join, with placeholder=: each rank makes"
-                " every step, and none runs its hooks. Leave it out, and do what its hooks do in the step."
-            )
-        if any(map(holds_metrics, self.given)):
-            raise UnsupportedError(
-                "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update"
-                " it in the loop `if not join.joined`; compute() brings all ranks together after the loop."
-            )
-        models = [thing for thing in self.given if isinstance(thing, nn.Module)]
-        optimizers = [inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None]
-        loop.losses = WeighedLosses(options.weighting, members.rank, members.world_size, models, optimizers, loop.first)
-        known = None if options.may_break or None in lengths else cast(list[int], [*lengths])
-        count = counter(options.weighting, members.name, count_samples)
-        throws = options.throw_on_early_termination
+    def _choose_placeholders(self, loop: Loop, lengths: Sequence[int | None], kind: Placeholder) -> Schedule:
         loop.source = loop.reader
-        loop.reader = reader = PlaceholderReader(
-            loop.source, placeholder, loop.losses, self.tail_log, known, count, loop.first, throws
+        loop.placeholders = placeholders = PlaceholderLoop(
+            kind, loop.source, self.tail_log, self.options, self.given, lengths, loop.first, loop.number
         )
-        if known is None:
-            return Together(self.step, reader, self.tail_log)
-        return Certain(self.step, reader, self.tail_log, [max(known)] * members.world_size, False, loop.first)
+        loop.reader = placeholders.reader
+        return placeholders.schedule(self.step)
 
-    def _drop_losses(self, loop: Loop, losses: WeighedLosses) -> None:
-        """Leave nothing in force of the last loop, whose iterator an error may hold, and no circle."""
-        loop.around.close()
-        losses.behind.close()
-        losses.step = self.tail_log.channel.before_meeting = lambda: None
-
-    def _end_losses(self, loop: Loop, losses: WeighedLosses) -> None:
-        """End a loop in which finished ranks ran placeholders; all ranks call this."""
-        source = cast(Reader[Any], loop.source)
-        self._own_taken += source.taken - source.first
-        with self._telling:
-            losses.end()
-        self.tail_log.channel.before_meeting = lambda: None
+    def _end_placeholders(self, loop: Loop) -> None:
+        """End a loop, if finished ranks have run placeholders in it; all ranks call this."""
+        if loop.placeholders is not None:
+            with self._telling:
+                self._own_taken += loop.placeholders.end()
 
     def _is_in(self, loop: Loop) -> bool:
         return self.place is Place.LOOP and self._loop is loop
@@ -944,8 +839,7 @@ class LoopDriver(Driver):
             raise
         if not self.members.last_joiner:
             self.tail.reads.warn(self.members.name)
-        if loop.losses is not None:
-            self._end_losses(loop, loop.losses)
+        self._end_placeholders(loop)
         self._finish_loop()
         self._measure(loop)
 
@@ -977,7 +871,7 @@ class LoopDriver(Driver):
             with self._telling:
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
-        if loop is not None and loop.losses is not None:
+        if loop is not None and loop.placeholders is not None:
             self._weigh()
         self._steps.forget()
         if not self.members.announces:

@@ -1,18 +1,33 @@
-"""Loops of the user's in which finished ranks run placeholders: each rank has as many steps as the longest one."""
+"""Loops of users in which finished ranks run placeholders: each rank has as many steps as the longest one."""
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
 
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from torch_join._base.attributes import setting
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinValueError, name_ranks
-from torch_join._base.weighting import Count
+from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks
+from torch_join._base.weighting import Count, count_samples, counter, weighted
+from torch_join._control.channel import Channel
+from torch_join._control.codec import is_closed
+from torch_join._control.failures import telling_failures
 from torch_join._handover import objects as _objects
+from torch_join._participants.clears import innermost_optimizer
+from torch_join._participants.kinds import holds_metrics, is_engine
+from torch_join._participants.options import Options
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.placeholders import Placeholder, WeighedLosses, make_placeholder, without_rows
 from torch_join._tail.reader import Reader
-from torch_join._tail.schedules import Schedule, wrong_length
+from torch_join._tail.schedules import Certain, Schedule, wrong_length
 from torch_join._tail.step import Step
 from torch_join._tail.tail_log import TailLog
+
+T = TypeVar("T")
 
 
 class PlaceholderReader(Reader[Any]):
@@ -152,3 +167,201 @@ class Together(Schedule):
         self._current.is_last, self._current.ending = False, ()
         self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if goes_on else ())
         return True
+
+
+class PlaceholderLoop:
+    """A loop in which finished ranks run placeholders.
+
+    Args:
+        kind: What takes the place of a batch.
+        source: What reads this rank's own batches.
+        tail_log: The ranks' log.
+        options: What the user has chosen.
+        given: The objects that were given to `Join`.
+        lengths: By rank, the number of batches; `None` for each that is not certain.
+        first: The loop's first step.
+        number: The loop's number in its `with`.
+
+    Attributes:
+        losses: Weighs the losses of its steps.
+        lengths: All ranks' numbers of batches, where these are certain.
+        reader: Reads batches and placeholders.
+
+    Raises:
+        UnsupportedError: One of `given` cannot take part.
+    """
+
+    def __init__(
+        self,
+        kind: Placeholder,
+        source: Reader[Any],
+        tail_log: TailLog,
+        options: Options,
+        given: Sequence[Any],
+        lengths: Sequence[int | None],
+        first: int,
+        number: int,
+    ) -> None:
+        _check_given(given)
+        self._source, self._log, self._members, self._channel = source, tail_log, tail_log.members, tail_log.channel
+        self._first, self._name, self._around = first, number, ExitStack()
+        known = None if options.may_break or None in lengths else [length or 0 for length in lengths]
+        models = [thing for thing in given if isinstance(thing, nn.Module)]
+        optimizers = [inner for thing in given if (inner := innermost_optimizer(thing)) is not None]
+        rank, world_size = self._members.rank, self._members.world_size
+        self.losses = WeighedLosses(options.weighting, rank, world_size, models, optimizers, first)
+        self.lengths = known
+        self.reader = PlaceholderReader(
+            source,
+            kind,
+            self.losses,
+            tail_log,
+            known,
+            counter(options.weighting, self._members.name, count_samples),
+            first,
+            options.throw_on_early_termination,
+        )
+        self._logged = -1, 0  # the last step in which something was logged, and how often in it before
+
+    def schedule(self, step: Step) -> Schedule:
+        """Return the loop's schedule: every rank has a step for each batch of the longest one."""
+        if self.lengths is None:
+            return Together(step, self.reader, self._log)
+        lengths = [max(self.lengths)] * self._members.world_size
+        return Certain(step, self.reader, self._log, lengths, False, self._first)
+
+    def enter(self) -> None:
+        """Start to weigh losses."""
+        self._around.enter_context(self.losses.entered())
+
+    def leave(self) -> None:
+        """Stop it; calling this again does nothing."""
+        self._around.close()
+
+    def end(self) -> int:
+        """End the loop; all ranks call this. Return how many batches this rank had."""
+        self.losses.end()
+        self._channel.before_meeting = lambda: None
+        return self._source.taken - self._source.first
+
+    def drop(self) -> None:
+        """Leave nothing in force, though an error may hold the loop's iterator, and no reference cycle."""
+        self.leave()
+        self.losses.behind.close()
+        self.losses.step = self._channel.before_meeting = lambda: None
+
+    # ------------------------------------------------------------ in a step
+
+    def find_active(self) -> tuple[int, ...]:
+        """Wait until this rank knows who has a batch in the current step; return these ranks."""
+        return self.reader.hear().active_ranks
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank runs a placeholder in the current step."""
+        return self.losses.joined
+
+    def weigh(self, value: Tensor) -> Tensor:
+        """See `Join.weigh`."""
+        if value.requires_grad:
+            raise JoinError(
+                "join.weigh() of a value that has a backward, where its loss is weighted: pass it to backward() as it"
+                " is. For torch.autograd.grad, weigh grad_outputs."
+            )
+        return weighted(value, self.losses.factor)
+
+    def shaped(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, or, on a finished rank whose shape differs, zeros of the active ranks' shape; all call this.
+
+        The zeros have a way back to `tensor`, so that every rank has the same backward.
+        """
+        if len(active := self.find_active()) == self._members.world_size:
+            return tensor
+        shapes = self._channel.gather([*tensor.shape], of=list[int])
+        if not self.joined or shapes[self._members.rank] == shapes[active[0]]:
+            return tensor
+        return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
+
+    def bring_buffers(self) -> None:
+        """Give all ranks the newest buffers, where rank 0 is finished and about to save; all ranks call this."""
+        if 0 not in (active := self.find_active()):
+            self.losses.before = active
+            self.losses.give_buffers()
+
+    def logged_values(self, values: T) -> T | None:
+        """Return what rank 0 logs: what the lowest active rank has, if rank 0 is finished; all ranks call this.
+
+        `None` on rank 0 if that cannot be sent.
+
+        Raises:
+            JoinError: That rank does not call it in this step.
+        """
+        if 0 in (active := self.find_active()):
+            return values
+        step, count = self.losses.number, 0
+        if self._logged[0] == step:
+            count = self._logged[1] + 1
+        self._logged = step, count
+        key, leader = f"logged/{self._name}/{step}/{count}", active[0]
+        if self._members.rank == leader:
+            self._channel.post(key, values if is_closed(values) else None)
+        if self._members.rank != 0:
+            return values
+        watch = _LogWatch(self._channel, key, leader, step)
+        with telling_failures(self._channel), setting(self._channel, suspect=watch.look):
+            sent = self._channel.read(key)
+        if sent is None:
+            warnings.warn(
+                f"Rank 0, which logs, is finished, and what rank {leader} logs in step {step} is left out: only"
+                " numbers, strings, lists and tensors can be sent to rank 0.",
+                stacklevel=3,
+            )
+        return cast(T | None, sent)
+
+
+class _LogWatch:
+    """Looks, on rank 0, which waits for values to log, whether the rank that has them has passed the step.
+
+    Args:
+        channel: The channel between the ranks.
+        key: The name of the values.
+        leader: The rank that has them.
+        step: The step.
+    """
+
+    def __init__(self, channel: Channel, key: str, leader: int, step: int) -> None:
+        self._channel, self._key, self._leader, self._step = channel, key, leader, step
+
+    def look(self) -> None:
+        """Ask that rank.
+
+        Raises:
+            JoinError: It has passed the step.
+        """
+        _, status = self._channel.health().answers.get(self._leader, (False, None))
+        has_passed = status is not None and (status.step is None or status.step > self._step)
+        if has_passed and not self._channel.posted(self._key):
+            raise JoinError(
+                f"Rank 0 is finished and waits for the values that rank {self._leader} logs in step {self._step}, but"
+                " that rank has passed the step without logging. With placeholder=, call `log` on all ranks, the same"
+                " number of times."
+            )
+
+
+def _check_given(given: Sequence[Any]) -> None:
+    if any(map(is_engine, given)):
+        raise UnsupportedError(
+            "A DeepSpeed engine was given to Join, with placeholder=, which is not tested. Leave placeholder= out: a"
+            " finished rank follows an engine without it."
+        )
+    custom = (each for each in given if isinstance(each, Joinable) and not isinstance(each, (nn.Module, Optimizer)))
+    if (own := next(custom, None)) is not None:
+        raise UnsupportedError(
+            f"A {type(own).__name__}, which is a Joinable, was given to Join, with placeholder=: each rank makes every"
+            " step, and no rank runs its hooks. Leave it out, and do in the step what its hooks do."
+        )
+    if any(map(holds_metrics, given)):
+        raise UnsupportedError(
+            "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update it"
+            " in the loop `if not join.joined`; compute() brings all ranks together after the loop."
+        )

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.covering import others_long
 from tests.support import experts, inside
 from tests.support.experts import Batch, Case, Spread
+from tests.support.joinables import Counter
 from tests.support.many import seeds
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
@@ -341,7 +341,7 @@ def refused(rank: int, how: str) -> None:
 
         given.append(MeanMetric())
     if how == "joinable":
-        given.append(Counted())
+        given.append(Counter())
     data: Any = [rows_of(rank, step) for step in range((1, 4)[rank] if how == "over steps" else (2, 4)[rank])]
     throws = how == "throws"
     with Join(given, placeholder=placeholder, weighting="active", throw_on_early_termination=throws) as join:
@@ -374,24 +374,6 @@ def refused(rank: int, how: str) -> None:
                 break
         if how == "gather":
             join.gather(outputs)
-
-
-class Counted(Joinable):
-    """A joinable of a user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        return JoinHook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
 
 
 REFUSED = {
