@@ -44,7 +44,7 @@ from torch_join._participants.ray import runs_in_ray
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn
 from torch_join._schedule.drawing import draws_globally, global_kept, has_epoch, keeps_place, set_own, told_epochs
-from torch_join._schedule.placeholders import Placeholder
+from torch_join._schedule.placeholders import Placeholder, without_rows
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.positions import LoaderPlace, Order, Position, place_of_state
 from torch_join._schedule.rebalancing import Rebalancing
@@ -74,6 +74,7 @@ __all__ = [
     "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed",
     "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
     "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
+    "without_rows",
 ]
 # fmt: on
 

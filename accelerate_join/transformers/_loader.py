@@ -1,22 +1,21 @@
 """A loader that has as many steps on each rank as the longest one has batches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
 from accelerate.utils import send_to_device
-from accelerate.utils.operations import recursively_apply
-from torch import Tensor
 
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join._compat import active_loader, without_none
 from accelerate_join._loaders import PreparedReader
 from torch_join import UnsupportedError
 from torch_join.integration import EvenedLoader as CoreEvenedLoader
-from torch_join.integration import length_of
+from torch_join.integration import length_of, without_rows
 
 
 class EvenedLoader(CoreEvenedLoader):
@@ -44,7 +43,7 @@ class EvenedLoader(CoreEvenedLoader):
         owns: bool,
         rebalances: bool = False,
     ) -> None:
-        super().__init__(loader, without_rows, trains, rebalances)
+        super().__init__(loader, partial(without_rows, other=lambda value: value), trains, rebalances)
         self.owns = owns
         self._examples: Sequence[int | None] = ()
         self._find_run = find_run
@@ -120,12 +119,3 @@ class EvenedLoader(CoreEvenedLoader):
         if name == "loader":  # of one that is being made
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-def without_rows(batch: Any) -> Any:
-    """Return a batch of the same kind with no rows, so that all that is counted in it is 0."""
-    if isinstance(batch, Mapping):
-        return type(batch)({key: without_rows(each) for key, each in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list) and not any(isinstance(each, (Tensor, Mapping)) for each in batch):
-        return []  # one thing for each sample
-    return recursively_apply(lambda tensor: tensor[:0].clone() if tensor.ndim else tensor, batch)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -49,33 +49,39 @@ def check_placeholder(placeholder: Any) -> None:
         raise JoinTypeError(f"placeholder is {names}, or a function of a batch, not {placeholder!r}.")
 
 
-def without_rows(batch: Any) -> Any:
-    """Return a batch of the same form that has no samples: of each tensor `tensor[:0]`, and empty lists of objects.
+def _refuse_rows(value: Any) -> NoReturn:
+    raise JoinTypeError(
+        f"placeholder='rows' finds a {type(value).__name__} in a batch, and cannot tell which part of it is of which"
+        " sample. Use a function that gets a batch and returns one without samples, or placeholder='last'."
+    )
+
+
+def without_rows(batch: Any, other: Callable[[Any], Any] = _refuse_rows) -> Any:
+    """Return a batch of the same form without samples: `tensor[:0]` of each tensor, and empty lists of objects.
+
+    Args:
+        batch: Tensors, lists of one object per sample, numbers and texts, in tuples, lists and mappings.
+        other: Gets each object of another type, and returns what takes its place. The default raises.
 
     Raises:
-        JoinTypeError: It holds something else that may be of its samples.
+        JoinTypeError: See `other`.
     """
     if isinstance(batch, Tensor):
-        return batch[:0] if batch.ndim else batch
+        return batch[:0].clone() if batch.ndim else batch
     if isinstance(batch, Mapping):
-        parts = {key: without_rows(each) for key, each in batch.items()}
+        parts = {key: without_rows(each, other) for key, each in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
         emptied = copy.copy(batch)
         emptied.update(parts)
         return emptied
     if isinstance(batch, tuple):
-        rest = [without_rows(each) for each in batch]
+        rest = [without_rows(each, other) for each in batch]
         return type(batch)(*rest) if hasattr(batch, "_fields") else type(batch)(rest)
     if isinstance(batch, list):
         nested = isinstance(batch, Window) or any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in batch)
-        return type(batch)(map(without_rows, batch)) if nested else []
-    if isinstance(batch, _PLAIN):
-        return batch
-    raise JoinTypeError(
-        f"placeholder='rows' finds a {type(batch).__name__} in a batch, and cannot tell what of it is of which sample."
-        " Use a function that gets a batch and returns one without samples, or placeholder='last'."
-    )
+        return type(batch)(without_rows(each, other) for each in batch) if nested else []
+    return batch if isinstance(batch, _PLAIN) else other(batch)
 
 
 def make_placeholder(kind: Placeholder, last: Any) -> Any:

@@ -330,7 +330,7 @@ class _LogWatch:
     """
 
     def __init__(self, channel: Channel, key: str, leader: int, step: int) -> None:
-        self._channel, self._key, self._leader, self._step = channel, key, leader, step
+        self._channel, self._key, self._leader, self._number = channel, key, leader, step
 
     def look(self) -> None:
         """Ask that rank.
@@ -339,10 +339,10 @@ class _LogWatch:
             JoinError: It has passed the step.
         """
         _, status = self._channel.health().answers.get(self._leader, (False, None))
-        has_passed = status is not None and (status.step is None or status.step > self._step)
+        has_passed = status is not None and (status.step is None or status.step > self._number)
         if has_passed and not self._channel.posted(self._key):
             raise JoinError(
-                f"Rank 0 is finished and waits for the values that rank {self._leader} logs in step {self._step}, but"
+                f"Rank 0 is finished and waits for the values that rank {self._leader} logs in step {self._number}, but"
                 " that rank has passed the step without logging. With placeholder=, call `log` on all ranks, the same"
                 " number of times."
             )
