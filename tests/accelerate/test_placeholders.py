@@ -12,6 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 
 from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.front_ends.fabric import to_the_end
 from tests.support.workers import Workers
 
 LENGTHS = (1, 4, 2)
@@ -114,7 +115,7 @@ def log_alone(rank: int, what: str) -> list[str]:
 def test_what_a_finished_main_process_cannot_log(workers: Workers) -> None:
     warned, _ = workers.run(2, log_alone, "object")
     assert sum("what rank 1 logs in step" in text for text in warned) == 2
-    for outcome in workers.outcomes(2, log_alone, "alone", deadline=40.0):
+    for outcome in workers.outcomes(2, to_the_end, log_alone, "alone", deadline=40.0):
         assert "that rank has passed the step without logging" in outcome.error
 
 

@@ -77,7 +77,7 @@ class Channel:
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
         self._is_awake = False  # while it waits for what others wait for it to answer
         self._heard: JoinError | None = None
-        self._has_told = False  # whether this rank has told of a failure of its own
+        self._told: str | None = None  # the first failure of its own that this rank has told of
         # Weakly, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
@@ -331,7 +331,7 @@ class Channel:
             rank, reason = self.global_ranks.index(reason.rank), reason.reason
         elif isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._has_told = self._has_told or rank is None
+        self._told = reason if rank is None and self._told is None else self._told
         self._links.read()
         told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
         with self._links.lock:
@@ -358,7 +358,7 @@ class Channel:
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
         if rank == self.rank:
-            return None if self._has_told else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
+            return None if self._told is not None else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
         return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
@@ -490,6 +490,9 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
+            if self._told is not None:  # nobody would come
+                me = self.global_ranks[self.rank]
+                raise JoinError(f"Rank {me} cannot go on with the others, which it has told that it failed: {self._told}")
             check = check or self._check(self._known_failure)
             check()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.core import threads
 from tests.support.inside import keys_of, open_channel
 from tests.support.workers import Workers, connect
-from torch_join import JoinTimeoutError, JoinValueError, PeerFailedError
+from torch_join import JoinError, JoinTimeoutError, JoinValueError, PeerFailedError
 from torch_join._control.codec import MAX_BYTES
 from torch_join._control.reports import BarrierResult
 from torch_join.integration import Channel
@@ -177,6 +177,19 @@ def fail_in_turn(channel: Channel, together: threading.Barrier) -> str:
 
 def test_the_first_failure_counts() -> None:
     assert threads.run(3, fail_in_turn, threading.Barrier(3))[2].endswith("Rank 0: first")
+
+
+def wait_after_a_failure(channel: Channel) -> str:
+    if channel.rank == 1:
+        return ""
+    channel.fail(ValueError("no"))
+    with pytest.raises(JoinError) as error:
+        channel.barrier()
+    return str(error.value)
+
+
+def test_who_has_failed_waits_for_nobody() -> None:
+    assert threads.run(2, wait_after_a_failure)[0].endswith("which it has told that it failed: ValueError: no")
 
 
 def wait_in_vain(rank: int) -> str:
