@@ -37,11 +37,6 @@ class Sharded(Joining):
         assert model is not None
         assert module is not None
         if fitting and self.options.placeholder is not None:
-            if is_engine(model):
-                raise UnsupportedError(
-                    "placeholder= with DeepSpeed, which no test has been made of. Leave placeholder= out: a finished"
-                    " rank follows what the others' engines do."
-                )
             self.join = PlaceholderLockstep(self.driver, model, self.take_joinables())
             return
         if not (is_sharded_model(model) or is_engine(model)):  # an engine averages in each stage

@@ -35,7 +35,7 @@ def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: s
 
 
 @pytest.mark.parametrize("iterable", [False, True])
-@pytest.mark.parametrize("front_end", ["plain", "lightning", "fabric", "accelerate"])
+@pytest.mark.parametrize("front_end", ["plain", "lightning", "fabric", "accelerate", "transformers"])
 def test_a_finished_rank_may_run_the_step_itself(workers: Workers, front_end: str, iterable: bool) -> None:
     run = dataclasses.replace(PLACEHOLDERS, iterable=iterable)
     module = importlib.import_module(f"tests.support.front_ends.{front_end}")

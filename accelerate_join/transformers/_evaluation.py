@@ -49,19 +49,21 @@ class Evaluation:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Do what `Trainer.prediction_step` does: return loss, logits and labels."""
+        """Do what `Trainer.prediction_step` does: return loss, logits and labels, of a placeholder without rows."""
         rank, active = self._driver.members.rank, step.active_ranks
         self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1
         self.rows.append(rows)
         outputs: Any = None
-        if joined:
+        if self._driver.options.placeholder is not None:
+            outputs = own(model, inputs, *args, **kwargs)
+        elif joined:
             self._driver.follow(active)
         else:
             with self._driver.step(active):
                 outputs = own(model, inputs, *args, **kwargs)
-            if outputs[0] is not None and outputs[0].ndim:  # one for each sample
-                outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
+        if not joined and outputs[0] is not None and outputs[0].ndim:  # one for each sample
+            outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
             if self._kinds is None:
                 mine = (recursively_apply(_without_rows, outputs), self._divides) if rank == active[0] else None

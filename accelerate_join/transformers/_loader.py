@@ -27,6 +27,7 @@ class EvenedLoader(CoreEvenedLoader):
         trains: Whether what it yields is trained on.
         owns: Whether the dataset is this rank's own.
         rebalances: Whether ranks give batches to each other.
+        keeps: Whether steps without a batch need one nevertheless.
 
     Attributes:
         remainder: That no sample is there twice; Accelerate looks at it.
@@ -42,8 +43,9 @@ class EvenedLoader(CoreEvenedLoader):
         trains: bool,
         owns: bool,
         rebalances: bool = False,
+        keeps: bool = False,
     ) -> None:
-        super().__init__(loader, partial(without_rows, other=lambda value: value), trains, rebalances)
+        super().__init__(loader, partial(without_rows, other=lambda value: value), trains, rebalances, keeps)
         self.owns = owns
         self._examples: Sequence[int | None] = ()
         self._find_run = find_run

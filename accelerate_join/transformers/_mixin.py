@@ -25,9 +25,9 @@ from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
 from torch_join import JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import Options, factor_of_count, length_of, setting
+from torch_join.integration import Options, Placeholder, factor_of_count, length_of, setting
 
-_OPTIONS = ("weighting", "rebalance", "throw_on_early_termination")
+_OPTIONS = ("weighting", "rebalance", "throw_on_early_termination", "placeholder")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
 
@@ -53,6 +53,9 @@ class JoinTrainerMixin:
         rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
             batches divided by ranks.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of batches.
+        placeholder: What a rank that has run out of batches runs its steps on, for models that live on several ranks
+            (experts, sharded embeddings): `"last"`, `"rows"` or a function of a batch, see `torch_join.Join`. The loss
+            of such a step counts zero.
         kept: Names of attributes of the trainer that its steps add to, and a rank without batches is to take over.
 
     Raises:
@@ -63,6 +66,7 @@ class JoinTrainerMixin:
     own_shards: bool = False
     rebalance: bool = False
     throw_on_early_termination: bool = False
+    placeholder: Placeholder | None = None
     kept: ClassVar[tuple[str, ...]] = _compat.KEPT
     _join_run: Run | None = None
     _resumes_from: str | None = None
@@ -96,16 +100,18 @@ class JoinTrainerMixin:
         own_shards: bool | None = None,
         rebalance: bool | None = None,
         throw_on_early_termination: bool | None = None,
+        placeholder: Placeholder | None = None,
         **kwargs: Any,
     ) -> None:
         given = locals()
         for name in (*_OPTIONS, "own_shards"):
             if given[name] is not None:
                 setattr(self, name, given[name])
-        # A function in the body of a class, of a batch alone, would become a method.
-        own = inspect.getattr_static(self, "weighting")
-        if isinstance(own, FunctionType) and own.__code__.co_argcount == 1:
-            self.weighting = own
+        for name in ("weighting", "placeholder"):
+            # A function in the body of a class, of a batch alone, would become a method.
+            own = inspect.getattr_static(self, name)
+            if isinstance(own, FunctionType) and own.__code__.co_argcount == 1:
+                setattr(self, name, own)
         self.weighting = self.join_options.weighting  # checked
         if self.own_shards:
             _check_own_shards(
@@ -156,7 +162,8 @@ class JoinTrainerMixin:
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
-        return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, trains and self.rebalance)
+        rebalances, keeps = trains and self.rebalance, self.placeholder is not None
+        return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, rebalances, keeps)
 
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
         """Do what `Accelerator.prepare_data_loader` does, as if there were no other rank."""

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from torch_join.integration import (
     LockstepJoin,
     ModelShadow,
     Participant,
+    PlaceholderLockstep,
     ReadStep,
     Rebalancing,
     StepDriver,
@@ -41,6 +42,7 @@ from torch_join.integration import (
     factor_of_count,
     follow_sharded_model,
     is_closed,
+    make_placeholder,
     open_channel,
     setting,
     sharded_lockstep_join,
@@ -54,16 +56,18 @@ class StepOperations(ActiveOperations, Participant):
 
     driver: StepDriver
 
+    in_step: Sequence[int] = ()  # the ranks with a batch, in a step in which the others run placeholders
+
     def __init__(self, device: torch.device, driver: StepDriver, index: int) -> None:
         super().__init__(driver, index)
         self._device = device
 
     @property
     def active(self) -> Sequence[int]:
-        return self.driver.ranks or range(self.members.world_size)
+        return self.in_step or self.driver.ranks or range(self.members.world_size)
 
     def gather(self, data: Any) -> Any:
-        if isinstance(data, Tensor) and data.ndim == 0 and self.driver.ranks is None:
+        if isinstance(data, Tensor) and data.ndim == 0 and len(self.active) == self.members.world_size:
             return gather(data)  # each rank has one
         return super().gather(data)
 
@@ -148,7 +152,7 @@ class Run:
             yield
             for reading in self._reading.values():
                 reading.leave()
-            if isinstance(self._join, LockstepJoin) and self._join.in_tail:
+            if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
                 self._join.sync_buffers()  # which no next forward brings to a rank without a batch
             self._rebalancing.close()
             self.channel.close(meets=True)
@@ -256,6 +260,10 @@ class Run:
         if self._join is not None and wrapper is self._wrapper:
             return self._join
         self._wrapper = wrapper
+        if self.driver.options.placeholder is not None:
+            self._join = PlaceholderLockstep(self.driver, _prepared.unwrap(wrapper))
+            self._join.weighting = "world"  # what Trainer divides by counts: see `_factors`
+            return self._join
         if _prepared.is_called_itself(wrapper):
             self._model = None
             self._join = sharded_lockstep_join(self.driver, wrapper)
@@ -288,6 +296,9 @@ class Run:
         for monitor in self._monitors:
             monitor.note_step(join.joined)
         factor, shown = self._factors(step, num_items_in_batch)
+        if isinstance(join, PlaceholderLockstep):
+            own = partial(own, model, num_items_in_batch=num_items_in_batch, **kwargs)
+            return self._run_step(join, own, inputs, factor, shown)
         with join.around_step():
             if join.joined:
                 return self._follow_step(join, model)
@@ -307,13 +318,44 @@ class Run:
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
                 f" accelerator.backward {self._backwards} times; a rank without a batch takes part in one of each."
             )
-        if loss.dtype == torch.float64:
-            loss = loss.float()  # of which Trainer makes a sum that all ranks gather, in the type that it has on each
-        return loss if shown == 1.0 else loss * shown
+        return _shown(loss, shown)
+
+    def _run_step(
+        self, join: PlaceholderLockstep, own: Callable[..., Tensor], inputs: Any, factor: float, shown: float
+    ) -> Tensor:
+        """Run a step with a batch, or on a finished rank with a placeholder; return its loss, which is 0 there."""
+        trainer, logs = self._trainer, self.driver.parting
+        inputs = join.begin_step(self._kept(True) if join.joined else inputs)
+        join.scale = self._factor = factor
+        own_log = setting(trainer, log=lambda *_, **__: None) if join.joined else nullcontext()
+        try:
+            with join.around_step(), self._among(join.active_ranks), own_log:
+                loss = own(inputs)
+        finally:
+            self._factor = None
+        if join.in_tail:
+            self._source = leader = join.active_ranks[0]
+            mine = bool(torch.isfinite(loss)) if trainer.args.logging_nan_inf_filter else True, logs
+            self.driver.has_loss, self.driver.parting = self.channel.gather(mine, of=tuple[bool, list[Any]])[leader]
+            if join.joined:
+                self._log_told()
+                return self._loss_of_no_batch()
+            self.driver.parting = []
+        return _shown(loss, shown)
+
+    @contextmanager
+    def _among(self, active: Sequence[int]) -> Iterator[None]:
+        """Put around a step in which ranks run placeholders: what is gathered and reduced is of `active` ranks."""
+        with setting(self._operations, in_step=active):
+            yield
+
+    def _kept(self, trains: bool) -> Any:
+        loader = self._reading[trains].loader
+        return None if loader is None else loader.kept
 
     def _serve(self, join: Lockstep) -> None:
         """Have joined ranks take part in what this one does with others, until `_around_step` is closed."""
-        if join.in_tail:
+        if join.in_tail and not join.runs_placeholders:
             self._source = join.active_ranks[0]
             self._around_step.enter_context(self.driver.step(join.active_ranks))
 
@@ -329,8 +371,11 @@ class Run:
         join.backward(partial(trainer.accelerator.backward, zero))
         self.driver.follow(join.active_ranks)
         self._log_told()
+        return self._loss_of_no_batch()
+
+    def _loss_of_no_batch(self) -> Tensor:
         # In place of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
-        return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=trainer.args.device)
+        return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=self._trainer.args.device)
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._factor is None:
@@ -338,7 +383,7 @@ class Run:
                 self._evaluation.note_division(kwargs.get("num_items_in_batch"))
             return own(model, inputs, *args, **kwargs)
         self._computed += 1
-        if self._computed > 1:
+        if self._computed > 1 and not (self._join is not None and self._join.runs_placeholders):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step calls compute_loss twice; a rank without a batch takes"
                 " part in one call. Compute the sum of the losses in one."
@@ -372,7 +417,7 @@ class Run:
 
         def backward() -> None:
             with join.in_engine():
-                own(loss if factor == 1.0 else loss * factor, *args, **kwargs)
+                own(loss if factor == 1.0 or join.runs_placeholders else loss * factor, *args, **kwargs)
 
         join.backward(backward)
         self._serve(join)
@@ -490,12 +535,16 @@ class Run:
         step = self._take(False, inputs)
         if step is None or self._evaluation is None:
             return own(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
-        if not self._follows_evaluation and _prepared.is_called_itself(model):
+        kind = self.driver.options.placeholder
+        if kind is None and not self._follows_evaluation and _prepared.is_called_itself(model):
             follow_sharded_model(self.driver, model)
             self._follows_evaluation = True
         if len(step.active_ranks) < self.channel.world_size:
             self._source = step.active_ranks[0]
-        return self._evaluation.step(step, own, model, inputs, *args, **kwargs)
+        if kind is not None and self.channel.rank not in step.active_ranks:
+            inputs = make_placeholder(kind, self._kept(False))
+        with nullcontext() if kind is None else self._among(step.active_ranks):
+            return self._evaluation.step(step, own, model, inputs, *args, **kwargs)
 
 
 def _rows_of(batch: Any) -> int:
@@ -506,6 +555,12 @@ def _rows_of(batch: Any) -> int:
             " in the batch. Put one of its tensors with a row for each sample into it, or use another weighting."
         )
     return rows
+
+
+def _shown(loss: Tensor, factor: float) -> Tensor:
+    """Return what Trainer adds up of a loss, in a sum that all ranks gather, in the type that it has on each."""
+    loss = loss.float() if loss.dtype == torch.float64 else loss
+    return loss if factor == 1.0 else loss * factor
 
 
 def _plain(value: Any) -> Any:

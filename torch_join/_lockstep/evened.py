@@ -53,8 +53,10 @@ class EvenedLoader:
         empty: Returns a batch of the kind of another one with nothing in it, for steps in which this rank has none.
         trains: Whether what it yields is trained on.
         rebalances: Whether ranks give batches to each other.
+        keeps: Whether this rank's last batch, or another's, is needed in steps in which this rank has none.
 
     Attributes:
+        kept: That batch.
         lengths: By rank, how many batches it says that it has, `None` without a length; empty until that is known.
         stand_in: What a step without a batch gets; `None` before this rank has had one, or another's kind.
         is_last_step: Whether no rank has a batch after what was yielded last.
@@ -62,8 +64,16 @@ class EvenedLoader:
 
     framework = "The framework"  # for messages
 
-    def __init__(self, loader: Any, empty: Callable[[Any], Any], trains: bool = True, rebalances: bool = False) -> None:
-        self.loader, self.empty, self.trains, self.rebalances = loader, empty, trains, rebalances
+    def __init__(
+        self,
+        loader: Any,
+        empty: Callable[[Any], Any],
+        trains: bool = True,
+        rebalances: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        self.loader, self.empty, self.trains, self.rebalances, self.keeps = loader, empty, trains, rebalances, keeps
+        self.kept: Any = None
         self.lengths: Sequence[int | None] = ()
         self.stand_in: Any = None
         self.is_last_step = False
@@ -79,6 +89,10 @@ class EvenedLoader:
             raise JoinTypeError("The dataloader of some rank has no length.")
         known = [length or 0 for length in lengths]
         return steps_of(known) if self.rebalances else max(known)
+
+    def keep(self, batch: Any) -> None:
+        """Keep what steps without a batch need of this one."""
+        self.kept, self.stand_in = batch if self.keeps else None, self.empty(batch)
 
     def reader(self, counts: bool) -> Reader[Any]:
         """Return what reads this rank's batches; `counts` is whether each is counted."""
@@ -104,6 +118,9 @@ class Evened:
         count: Returns what a batch counts, where batches are counted.
         rebalancing: Has ranks give batches to each other, if it is enabled.
         throws: Whether to raise on all ranks when the first one runs out of batches.
+
+    Attributes:
+        loader: What is gone through, or was last.
     """
 
     def __init__(
@@ -119,6 +136,7 @@ class Evened:
         self._channel, self._device = channel, device
         self._begin_loop, self._finish_loop = begin, finish
         self._count, self._rebalancing, self._throws = count, rebalancing, throws
+        self.loader: EvenedLoader | None = None
         self._ahead: deque[tuple[Any, ReadStep]] = deque()  # what was read, and who has a batch in its step
         self._current: Generator[Any, None, None] | None = None
 
@@ -153,6 +171,7 @@ class Evened:
 
     def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
         self._ahead.clear()
+        self.loader = loader
         loader.is_last_step = False
         lengths, last, steps = _Lengths(loader), _END, self._steps(loader)
         with ExitStack() as stack:
@@ -164,13 +183,14 @@ class Evened:
                 if batch is not _END:
                     last = batch
                 elif last is not _END:
-                    loader.stand_in, last = loader.empty(last), _END
+                    loader.keep(last)
+                    last = _END
                 given = loader.stand_in if batch is _END else batch
                 self._ahead.append((given, step))
                 lengths.note(step)
                 yield given
         if last is not _END:
-            loader.stand_in = loader.empty(last)
+            loader.keep(last)
         lengths.end()
         self._finish_loop()
 
@@ -248,11 +268,13 @@ class Evened:
         lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
         source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
         if lacking and source is not None:
-            # The kind of a batch is all that they need.
-            mine = loader.moved(loader.empty(batch), "cpu") if self._channel.rank == source else None
+            # The kind of a batch is all that they need, but for placeholders.
+            mine = None
+            if self._channel.rank == source:
+                mine = loader.moved(batch if loader.keeps else loader.empty(batch), "cpu")
             shared = broadcast(mine, source, self._device)
             if self._channel.rank in lacking:
-                loader.stand_in = loader.moved(shared, self._device)
+                loader.keep(loader.moved(shared, self._device))
         return everyone
 
 

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch_join._base.attributes import setting
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.step_driver import StepDriver
+from torch_join._participants.kinds import refuse_engines
 from torch_join._participants.participant import Participant
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.placeholders import WeighedLosses, make_placeholder
@@ -25,12 +26,18 @@ class PlaceholderLockstep(Lockstep):
 
     Attributes:
         in_step: Whether this rank is in a step's forward.
+        scale: What an active rank's loss is multiplied with besides its weight, where the framework weights by itself.
+
+    Raises:
+        UnsupportedError: The model is an engine of DeepSpeed's.
     """
 
     runs_placeholders = True
     in_step = False
+    scale = 1.0
 
     def __init__(self, driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> None:
+        refuse_engines([model])
         super().__init__(driver, Participant, joinables, [])
         self._module = model
         self._losses: WeighedLosses | None = None
@@ -44,7 +51,7 @@ class PlaceholderLockstep(Lockstep):
         if self._losses is None:
             members = self.driver.members
             self._losses = WeighedLosses(
-                self.weighting, members.rank, members.world_size, [self._module], list(self._stepped), self._number
+                self.weighting, members.rank, members.world_size, [self._module], [], self._number
             )
             self._losses.step = self._said
         return self._losses
@@ -67,6 +74,7 @@ class PlaceholderLockstep(Lockstep):
         losses = self._begin_losses()
         with losses.entered():
             losses.begin(self._number, self.joined, self._batch)
+            losses.scale = self.scale
             self._batch = None
             yield
         losses.before = self.active_ranks

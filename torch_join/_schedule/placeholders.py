@@ -109,6 +109,7 @@ class WeighedLosses:
         trains: Whether there was a backward in the loop.
         before: Who had a batch in the step before.
         behind: What is in force from the loop's end until the next one begins.
+        scale: What a batch's loss counts times besides its weight.
         reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
     """
 
@@ -124,7 +125,7 @@ class WeighedLosses:
         self._weighting, self._rank, self._world_size = weighting, rank, world_size
         self._given_models, self._given_optimizers = models, optimizers
         self.step: Callable[[], ReadStep | None] = lambda: None
-        self.number, self.joined = number, False
+        self.number, self.joined, self.scale = number, False, 1.0
         self.before: Sequence[int] = range(world_size)
         self.reads_ahead = self.trains = self._has_accumulated = False
         self.behind = ExitStack()
@@ -192,8 +193,8 @@ class WeighedLosses:
         if self.joined:
             return 0.0
         if self._weighting == "world" or (step := self.step()) is None:
-            return 1.0
-        return loss_factor(self._weighting, self._world_size, len(step.active_ranks), step.counted, step.total)
+            return self.scale
+        return self.scale * loss_factor(self._weighting, self._world_size, len(step.active_ranks), step.counted, step.total)
 
     # ------------------------------------------------------------ hooks
 
@@ -245,10 +246,12 @@ class WeighedLosses:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._check_gradient, self.number))  # type: ignore[no-untyped-call]
 
-    def _check_gradient(self, number: int, gradient: Tensor) -> Tensor | None:
+    def _check_gradient(self, number: int, gradient: Tensor | None) -> Tensor | None:
         """Check what comes to an output of a given model, before it goes on to what other ranks take part in."""
         if number != self.number and (self.joined or self._weighting != "world"):
             raise _ahead(self.number)
+        if gradient is None:  # of an output that the loss does not need, from DDP
+            return None
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
                 "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN), which would"

@@ -18,7 +18,7 @@ from torch_join._control.codec import is_closed
 from torch_join._control.failures import telling_failures
 from torch_join._handover import objects as _objects
 from torch_join._participants.clears import innermost_optimizer
-from torch_join._participants.kinds import holds_metrics, is_engine
+from torch_join._participants.kinds import holds_metrics, refuse_engines
 from torch_join._participants.options import Options
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.placeholders import Placeholder, WeighedLosses, make_placeholder, without_rows
@@ -349,11 +349,7 @@ class _LogWatch:
 
 
 def _check_given(given: Sequence[Any]) -> None:
-    if any(map(is_engine, given)):
-        raise UnsupportedError(
-            "A DeepSpeed engine was given to Join, with placeholder=, which is not tested. Leave placeholder= out: a"
-            " finished rank follows an engine without it."
-        )
+    refuse_engines(given)
     custom = (each for each in given if isinstance(each, Joinable) and not isinstance(each, (nn.Module, Optimizer)))
     if (own := next(custom, None)) is not None:
         raise UnsupportedError(

@@ -356,5 +356,6 @@ def parameters(rank: int, run: Run) -> list[Tensor]:
             weighting=run.option,
             own_shards=True,
             rebalance=run.rebalance,
+            placeholder=run.placeholder,
         ).train()
         return [p.detach().clone() for p in model.parameters()]
