@@ -124,6 +124,11 @@ class JoinTrainerMixin:
         """What the attributes ask for."""
         return Options.of({name: getattr(self, name) for name in _OPTIONS})
 
+    @property
+    def joined(self) -> bool:
+        """Whether this rank runs a placeholder in the current step, which counts nothing; see `placeholder`."""
+        return self._join_run is not None and self._join_run.joined
+
     # ------------------------------------------------------------ loaders
 
     def get_train_dataloader(self) -> Any:

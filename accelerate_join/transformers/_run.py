@@ -349,6 +349,11 @@ class Run:
         with setting(self._operations, in_step=active):
             yield
 
+    @property
+    def joined(self) -> bool:
+        """Whether this rank runs a placeholder."""
+        return self.channel.rank not in self._operations.active
+
     def _kept(self, trains: bool) -> Any:
         loader = self._reading[trains].loader
         return None if loader is None else loader.kept

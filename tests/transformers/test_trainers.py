@@ -90,7 +90,7 @@ class Recorded(TrainerCallback):
         own = trainer.compute_loss
 
         def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer.model.training:
+            if trainer.model.training and not trainer.joined:
                 self.seen[-1].append({n: v.clone() if torch.is_tensor(v) else v for n, v in inputs.items()})
             return own(model, inputs, *args, **kwargs)
 

@@ -153,7 +153,7 @@ class Recording(JoinTrainer, Scaling):
     seen: list[list[dict[str, Tensor]]]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
+        if self.model.training and not self.joined:
             self.seen[-1].append({name: inputs[name].clone() for name in ("x", "labels")})
         return super().compute_loss(model, inputs, *args, **kwargs)
 
