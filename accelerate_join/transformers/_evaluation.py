@@ -1,6 +1,7 @@
 """An evaluation loop in which ranks may have different numbers of batches, of different sizes."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,13 @@ class Evaluation:
         rows = 0 if joined else _compat.rows_of(inputs) or 1
         self.rows.append(rows)
         outputs: Any = None
-        if self._driver.options.placeholder is not None:
-            outputs = own(model, inputs, *args, **kwargs)
-        elif joined:
+        runs_placeholders, divides = self._driver.options.placeholder is not None, self._divides
+        if joined and not runs_placeholders:
             self._driver.follow(active)
         else:
-            with self._driver.step(active):
+            with nullcontext() if runs_placeholders else self._driver.step(active):
                 outputs = own(model, inputs, *args, **kwargs)
+        self._divides = divides if joined else self._divides
         if not joined and outputs[0] is not None and outputs[0].ndim:  # one for each sample
             outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
