@@ -71,10 +71,10 @@ __all__ = [
     "forget_states", "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch",
     "holds_parts", "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
     "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "length_of", "listed", "make_placeholder",
-    "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position", "renamed",
-    "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of", "steps_of",
-    "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature",
-    "without_rows",
+    "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_position",
+    "renamed", "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "state_of",
+    "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
+    "whole_signature", "without_rows",
 ]
 # fmt: on
 

@@ -358,7 +358,9 @@ class Channel:
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
         if rank == self.rank:
-            return None if self._told is not None else PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
+            if self._told is not None:
+                return None
+            return PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
         return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
@@ -492,7 +494,7 @@ class Channel:
                 meanwhile()
             if self._told is not None:  # nobody would come
                 me = self.global_ranks[self.rank]
-                raise JoinError(f"Rank {me} cannot go on with the others, which it has told that it failed: {self._told}")
+                raise JoinError(f"Rank {me} cannot wait for the others, which it has told that it failed: {self._told}")
             check = check or self._check(self._known_failure)
             check()
 

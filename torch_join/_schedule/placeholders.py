@@ -194,7 +194,8 @@ class WeighedLosses:
             return 0.0
         if self._weighting == "world" or (step := self.step()) is None:
             return self.scale
-        return self.scale * loss_factor(self._weighting, self._world_size, len(step.active_ranks), step.counted, step.total)
+        active, counts = len(step.active_ranks), (step.counted, step.total)
+        return self.scale * loss_factor(self._weighting, self._world_size, active, *counts)
 
     # ------------------------------------------------------------ hooks
 
