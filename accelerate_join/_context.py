@@ -356,6 +356,8 @@ class AcceleratorContext:
                     else:
                         note_batch()
                         yield batch
+                if self._driver.options.placeholder is not None and hasattr(loader, "iteration"):
+                    loader.iteration = iteration + 1  # which Accelerate does not count of no batch
 
     def note_epoch(self, loader: Any) -> None:
         """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""

@@ -1,6 +1,7 @@
 """A finished process runs the step itself: what Accelerate gathers, logs and counts is of those with a batch."""
 
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.fabric import to_the_end
@@ -117,6 +119,35 @@ def test_what_a_finished_main_process_cannot_log(workers: Workers) -> None:
     assert sum("what rank 1 logs in step" in text for text in warned) == 2
     for outcome in workers.outcomes(2, to_the_end, log_alone, "alone", deadline=40.0):
         assert "that rank has passed the step without logging" in outcome.error
+
+
+def see(rank: int, samples: int) -> list[list[float]]:
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True)
+    with accelerator_of(rank, dataloader_config=configuration) as accelerator:
+        loader = DataLoader(torch.arange(float(samples))[:, None].double(), shuffle=True)
+        net = nn.Linear(1, 1).double()
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters()), loader)
+        seen: list[list[float]] = []
+        with accelerator.join_uneven_inputs(placeholder="last") as join:
+            for _ in range(3):
+                seen.append([])
+                for x in loader:
+                    seen[-1] += [] if join.joined else x.flatten().tolist()
+                    accelerator.backward(model(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert loader.iteration == 3
+        return seen
+
+
+@pytest.mark.parametrize("samples", [2, 7])
+def test_each_epoch_is_shuffled_anew(workers: Workers, samples: int) -> None:
+    """Lengths are certain; the rank with most batches ends its epoch as the others do, and one without a batch."""
+    ranks = workers.run(3, see, samples)
+    for epoch in zip(*ranks, strict=True):
+        assert sorted(sum(epoch, [])) == [*range(samples)]
+    if samples == 7:
+        assert all(first != second for rank in ranks for first, second in pairwise(rank))
 
 
 def save_and_resume(rank: int, folder: str, saves_at: int | None, placeholder: str) -> list[float]:

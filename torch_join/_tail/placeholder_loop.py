@@ -78,7 +78,10 @@ class PlaceholderReader(Reader[Any]):
 
     def has_next(self, ahead: int = 1) -> bool:
         if self._lengths is not None:
-            return self._next + ahead <= max(self._lengths)
+            goes_on = self._next + ahead <= max(self._lengths)
+            if not goes_on and self._source.has_next():  # which lets its iterator come to its end, too
+                raise wrong_length(self._members.name, self._lengths[self._members.rank], self._next, True)
+            return goes_on
         if not self._has_begun:
             self._begin()
         return self._source.has_next() or bool(self.hear().active_ranks)
