@@ -1,7 +1,7 @@
 """What the strategies of this package have in common: all but how a model's step is run."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -245,16 +245,12 @@ class Joining(JoiningStrategy):
 
     def run_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a `training_step`, on a batch or, on a finished rank, on a placeholder, which is logged nowhere."""
-        assert self.metrics is not None
         assert self.join is not None
         assert self.lightning_module is not None
         with ExitStack() as stack:
             stack.enter_context(self.join.active_step())
             if self.join.joined:
-                self.metrics.renew()
-                stack.enter_context(self.metrics.aside())
-                trainer: Any = self.lightning_module.trainer
-                stack.enter_context(logging_nothing(trainer._results))
+                stack.enter_context(self.counting_nothing())
             output = own(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
@@ -264,16 +260,29 @@ class Joining(JoiningStrategy):
             )
         return output
 
+    @contextmanager
+    def counting_nothing(self) -> Iterator[None]:
+        assert self.metrics is not None
+        trainer: Any = _compat.trainer_of(self.lightning_module)
+        self.metrics.renew()
+        results = trainer._results  # a prediction has none
+        with self.metrics.aside(), nullcontext() if results is None else logging_nothing(results):
+            yield
+
     @property
     def all_call(self) -> bool:
-        return isinstance(self.join, PlaceholderLockstep) and self.join.in_step
+        in_step = isinstance(self.join, PlaceholderLockstep) and self.join.in_step
+        return in_step or self.evaluated_by is not None
 
     @property
     def in_placeholder(self) -> bool:
-        return self.all_call and self.joined
+        ranks = self.step_ranks if self.all_call else None
+        return ranks is not None and self.global_rank not in ranks
 
     @property
     def step_ranks(self) -> tuple[int, ...] | None:
+        if self.evaluated_by is not None:
+            return self.evaluated_by if len(self.evaluated_by) < self.world_size else None
         if self.all_call and self.join is not None and self.join.in_tail:
             return self.join.active_ranks
         return super().step_ranks

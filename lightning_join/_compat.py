@@ -30,6 +30,7 @@ from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches as parse_num_batches
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as default_dtype
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata

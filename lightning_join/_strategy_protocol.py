@@ -35,6 +35,8 @@ class JoiningStrategy(ParallelStrategy):
         gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
         sets_up: Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others
             wait for.
+        evaluated_by: The ranks with a batch, in a step of an evaluation or a prediction that the others run on
+            placeholders; otherwise `None`.
     """
 
     options: Options
@@ -46,10 +48,13 @@ class JoiningStrategy(ParallelStrategy):
     around_step: ExitStack
     gathers_alike = False
     sets_up = False
+    evaluated_by: tuple[int, ...] | None = None
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not: it makes a shadow step."""
+        """Whether this rank has run out of batches while others have not, and makes a shadow step or a placeholder's."""
+        if self.evaluated_by is not None:
+            return self.global_rank not in self.evaluated_by
         return self.join is not None and self.join.in_tail and self.join.joined
 
     @property
@@ -71,6 +76,10 @@ class JoiningStrategy(ParallelStrategy):
             self.channel.close(meets=True)
         else:
             self.channel.gather(None)
+
+    def counting_nothing(self) -> AbstractContextManager[object]:
+        """Put around a step on a placeholder: what it logs, and what it adds to metrics, does not count."""
+        raise NotImplementedError
 
     def wrap_again(self) -> None:
         """Build DDP anew, on all ranks, for the parameters that train now."""

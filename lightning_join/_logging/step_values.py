@@ -147,7 +147,7 @@ def drop_own_step_values(results: ResultCollection) -> None:
 
 
 def logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
-    """Put around the `training_step` of a joined rank that runs it on a placeholder: what it logs adds nothing."""
+    """Put around a step that a joined rank runs on a placeholder: what it logs adds nothing."""
     own = results.log
 
     def log(fx: str, name: str, value: Any, **options: Any) -> None:

@@ -23,6 +23,10 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
     """Lightning's evaluation loop where ranks may have different numbers of batches, or none."""
 
     @property
+    def _step_name(self) -> str:
+        return "test_step" if self.trainer.testing else "validation_step"
+
+    @property
     def _is_amid_fit(self) -> bool:
         return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
@@ -52,7 +56,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
     def _evaluation_step(self, *args: Any) -> None:
         with NoStopIteration():
             self._finish_rounds(args[2])
-            with self._rounds.step():
+            with self._rounds.step(args[0]):
                 super()._evaluation_step(*args)
 
     def _store_dataloader_outputs(self) -> None:
@@ -90,7 +94,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         connector = trainer._logger_connector
         connector.on_batch_start(None, index if len(rounds.places) > 1 else None)
         drop_own_step_values(self._results)
-        rounds.driver.follow(active)
+        rounds.serve(active)
         connector.on_batch_end()
         if not trainer.sanity_checking:
             connector.update_eval_step_metrics(self._seen_batches_per_dataloader[index])

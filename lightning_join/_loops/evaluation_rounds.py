@@ -1,16 +1,17 @@
 """How far each rank has come in the dataloaders of an evaluation or a prediction."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning_join import _compat
+from lightning_join._compat import call_strategy_hook
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import read_in_rounds
 from lightning_join._strategy_protocol import channel_of, strategy_of
 from torch_join import UnsupportedError
-from torch_join.integration import StepDriver, setting
+from torch_join.integration import StepDriver, broadcast, make_placeholder, setting, without_rows
 
 
 class Rounds:
@@ -36,6 +37,8 @@ class Rounds:
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
+        self._placeholder = self._strategy.options.placeholder
+        self._last: Any = None  # the batch of this round of which placeholders are made
         self._limits_itself = loader._mode == "sequential"
         self.places: list[Sequence[int]] = [range(len(loader.flattened))]
         if self._limits_itself:
@@ -66,20 +69,45 @@ class Rounds:
         return self._steps >= self._of(self._rank)[0]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, batch: Any) -> Iterator[None]:
         """Put around what this rank does with a batch."""
         self._begin()
-        with self.driver.step(self._active_ranks(has_batch=True)):
+        active = self._active_ranks(has_batch=True)
+        if self._placeholder is not None:
+            self._keep(active, batch)
+            around: AbstractContextManager[object] = setting(self._strategy, evaluated_by=active)
+        else:
+            around = self.driver.step(active)
+        with around:
             self._strategy.gathers_alike = self._steps < self._alike[self.index]
             yield
             self._strategy.gathers_alike = False
         self._steps += 1
 
-    def finish(self, follow: Callable[[tuple[int, ...]], None] | None = None) -> None:
+    def serve(self, active: tuple[int, ...]) -> None:
+        """Take part, without a batch, in a step of these ranks: mirror it, or run it on a placeholder."""
+        if self._placeholder is None:
+            self.driver.follow(active)
+            return
+        self._keep(active, None)
+        batch = make_placeholder(self._placeholder, self._last)
+        with setting(self._strategy, evaluated_by=active), self._strategy.counting_nothing():
+            self._loop.run_step(batch, self._steps)
+
+    def _keep(self, active: tuple[int, ...], batch: Any) -> None:
+        """Keep this rank's batch; that of another one, where a rank has none in this round. All ranks call this."""
+        if self._steps == 0:
+            self._last = None
+            if len(active) < len(self._limits):
+                mine = without_rows(batch) if self._placeholder == "rows" and batch is not None else batch
+                self._last = broadcast(mine if self._rank == active[0] else None, active[0], self._strategy.root_device)
+        self._last = self._last if batch is None else batch
+
+    def finish(self, serve: Callable[[tuple[int, ...]], None]) -> None:
         """Go on to the next round when all ranks have come to the end of this one.
 
         Args:
-            follow: Called with the active ranks at each of their steps, in place of the driver's own `follow`.
+            serve: Called with the active ranks at each of their steps.
 
         Raises:
             UnsupportedError: This rank's dataloader has ended earlier than its length said.
@@ -92,7 +120,7 @@ class Rounds:
                 f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
             )
         while active := self._active_ranks(has_batch=False):
-            (follow or self.driver.follow)(active)
+            serve(active)
             self._steps += 1
         self.driver.leave_tail()
         self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
@@ -135,6 +163,7 @@ class InRounds:
 
     _everyone: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
+    _step_name: str  # of the hook that a batch is given to
     _limits_name = "_max_batches"  # Lightning's name for how many batches of each dataloader are run
 
     @property
@@ -190,4 +219,16 @@ class InRounds:
             self._finish_round()
 
     def _finish_round(self) -> None:
-        self._rounds.finish()
+        self._rounds.finish(self._rounds.serve)
+
+    def run_step(self: Any, batch: Any, index: int) -> None:
+        """Run the user's step, and no hook besides, on a batch that is of no epoch."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        place = self._rounds.index if len(self._rounds.places) > 1 else None
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=place or 0)
+        batch = call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=place or 0)
+        arguments = self._build_kwargs(batch, index, place)
+        call_strategy_hook(
+            trainer, self._step_name, *self._build_step_args_from_hook_kwargs(arguments, self._step_name)
+        )

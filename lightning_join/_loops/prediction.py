@@ -14,6 +14,7 @@ class JoinPredictionLoop(InRounds, PredictionLoop):
     """Lightning's prediction loop where ranks may have different numbers of batches, or none."""
 
     _stage = RunningStage.PREDICTING
+    _step_name = "predict_step"
     _limits_name = "max_batches"
 
     def run(self) -> Any:
@@ -26,7 +27,7 @@ class JoinPredictionLoop(InRounds, PredictionLoop):
             return
         with NoStopIteration():
             self._finish_rounds(args[2])
-            with self._rounds.step():
+            with self._rounds.step(args[0]):
                 super()._predict_step(*args)
 
     def on_run_end(self) -> Any:

@@ -1,7 +1,6 @@
 """A finished process runs the step itself: what Accelerate gathers, logs and counts is of those with a batch."""
 
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +144,8 @@ def test_each_epoch_is_shuffled_anew(workers: Workers, samples: int) -> None:
     """Lengths are certain; the rank with most batches ends its epoch as the others do, and one without a batch."""
     ranks = workers.run(3, see, samples)
     for epoch in zip(*ranks, strict=True):
-        assert sorted(sum(epoch, [])) == [*range(samples)]
-    if samples == 7:
-        assert all(first != second for rank in ranks for first, second in pairwise(rank))
+        assert sorted(number for seen in epoch for number in seen) == [*range(samples)]
+    assert samples == 2 or len({str(epoch) for epoch in zip(*ranks, strict=True)}) == 3
 
 
 def save_and_resume(rank: int, folder: str, saves_at: int | None, placeholder: str) -> list[float]:
