@@ -52,7 +52,7 @@ class JoiningStrategy(ParallelStrategy):
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not, and makes a shadow step or a placeholder's."""
+        """Whether this rank has run out of batches while others have not: its step is a shadow, or a placeholder's."""
         if self.evaluated_by is not None:
             return self.global_rank not in self.evaluated_by
         return self.join is not None and self.join.in_tail and self.join.joined
