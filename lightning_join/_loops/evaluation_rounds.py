@@ -163,13 +163,17 @@ class InRounds:
 
     _everyone: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
-    _step_name: str  # of the hook that a batch is given to
     _limits_name = "_max_batches"  # Lightning's name for how many batches of each dataloader are run
 
     @property
     def skip(self) -> bool:
         own = bool(super().skip)  # type: ignore[misc]
         return own and sum(min(self.most_batches, limit) for each in self._everyone for limit in each.limits) == 0
+
+    @property
+    def _step_name(self) -> str:
+        """The name of the hook that a batch is given to."""
+        raise NotImplementedError
 
     @property
     def _limit(self: Any) -> int | float:

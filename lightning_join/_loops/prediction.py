@@ -14,8 +14,11 @@ class JoinPredictionLoop(InRounds, PredictionLoop):
     """Lightning's prediction loop where ranks may have different numbers of batches, or none."""
 
     _stage = RunningStage.PREDICTING
-    _step_name = "predict_step"
     _limits_name = "max_batches"
+
+    @property
+    def _step_name(self) -> str:
+        return "predict_step"
 
     def run(self) -> Any:
         with strategy_of(self.trainer).around_run():
