@@ -93,6 +93,10 @@ class _InContext:
             return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
 
     @_after_the_loop
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._operations.pad(super().pad_across_processes, tensor, *args, **kwargs)  # type: ignore[misc]
+
+    @_after_the_loop
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(
             "A model was prepared inside of join_uneven_inputs, or of a loop over join_batches, which cannot serve it"

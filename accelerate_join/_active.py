@@ -78,6 +78,15 @@ class ActiveOperations:
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
+    def pad(self, own: Callable[..., Any], data: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
+        """Pad as Accelerate does, to the active ranks' size: a placeholder's tensors are of nothing but padding."""
+
+        def emptied(tensor: Tensor) -> Tensor:
+            return tensor.narrow(dim, 0, 0) if -tensor.ndim <= dim < tensor.ndim else tensor
+
+        counts = self.are_over() or self.members.rank in self.active
+        return own(data if counts else recursively_apply(emptied, data), dim, *args, **kwargs)
+
     def gather_object(self, data: Any) -> list[Any]:
         """Return what is in the active ranks' lists, by rank."""
         if self.are_over():

@@ -532,7 +532,7 @@ class Run:
         evaluation = self._evaluation
         if evaluation is not None and evaluation.gathers_objects and isinstance(data, list):
             return data
-        return own(data, *args, **kwargs)
+        return self._operations.pad(own, data, *args, **kwargs)
 
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any

@@ -54,7 +54,7 @@ def train(rank: int) -> tuple[Any, ...]:
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         data: Any = [rows_of(rank, step) for step in range(LENGTHS[rank])]
         loader = DataLoaderShard(data, batch_size=None)
-        gathered, reduced, printed, synced = [], [], [], []
+        gathered, reduced, widths, synced = [], [], [], []
         for x in accelerator.join_batches(loader, placeholder="last", weighting="active"):
             with accelerator.accumulate(model):
                 out = model(x)
@@ -64,10 +64,12 @@ def train(rank: int) -> tuple[Any, ...]:
                 optimizer.zero_grad()
             synced.append(accelerator.sync_gradients)
             gathered.append(accelerator.gather_for_metrics(x[:, 0]).tolist())
+            wide = accelerator.pad_across_processes(x[:, :1].repeat(1, 5 - LENGTHS[rank]), dim=1, pad_index=-1)
+            widths.append(accelerator.gather(wide).ne(-1).sum(1).tolist())
             reduced.append(accelerator.reduce(loss.detach(), "mean").item())
             accelerator.log({"loss": loss.item()})
             accelerator.print(loss.item())
-        return log.values, gathered, reduced, printed, synced, net.weight.flatten().tolist()
+        return log.values, gathered, reduced, widths, synced, net.weight.flatten().tolist()
 
 
 def test_what_is_gathered_and_logged(workers: Workers, capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,11 +86,13 @@ def test_what_is_gathered_and_logged(workers: Workers, capfd: pytest.CaptureFixt
             optimizer.step()
             optimizer.zero_grad()
     assert ranks[0][0] == pytest.approx(firsts)
-    for _, gathered, reduced, _, synced, weight in ranks:
+    for _, gathered, reduced, widths, synced, weight in ranks:
         rows = [
             [rows_of(rank, step)[:, 0] for rank, length in enumerate(LENGTHS) if step < length] for step in range(4)
         ]
         assert gathered == [torch.cat(each).tolist() for each in rows]
+        active = [[rank for rank, length in enumerate(LENGTHS) if step < length] for step in range(4)]
+        assert widths == [[5 - LENGTHS[r] for r in each for _ in rows_of(r, 0)] for each in active]
         assert reduced == pytest.approx(means)
         assert synced == [False, False, True, True]
         assert weight == pytest.approx(net.weight.flatten().tolist(), abs=1e-10)
