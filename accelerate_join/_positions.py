@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import accelerate
 import torch
 from accelerate import DistributedType
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import load as load_file
 
 from accelerate_join import _compat
@@ -131,10 +132,17 @@ def going_through(
 def count_once(loader: Any) -> None:
     """Have a stateful loader count once what it reads again where it resumes, which torchdata's own counts twice.
 
-    Accelerate calls the `__iter__` of the loader that it has wrapped by name.
+    Accelerate calls the `__iter__` of the loader that it has wrapped by name. Its older versions (1.5) take the batches
+    of a process's own shard for dealt out by the main process, and would go back by some.
     """
     if _is_stateful(loader):
+        if issubclass(type(loader), DataLoaderShard):
+            vars(loader).setdefault("adjust_state_dict_for_prefetch", _nothing)
         vars(loader.base_dataloader).setdefault("__iter__", partial(_resumed, loader.base_dataloader))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _resumed(loader: Any) -> Iterator[Any]:
