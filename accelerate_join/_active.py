@@ -79,7 +79,7 @@ class ActiveOperations:
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
     def pad(self, own: Callable[..., Any], data: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Pad as Accelerate does, to the active ranks' size: a placeholder's tensors are of nothing but padding."""
+        """Pad to the active ranks' size, as Accelerate does. A placeholder's tensors become all padding."""
 
         def emptied(tensor: Tensor) -> Tensor:
             return tensor.narrow(dim, 0, 0) if -tensor.ndim <= dim < tensor.ndim else tensor

@@ -132,8 +132,8 @@ def going_through(
 def count_once(loader: Any) -> None:
     """Have a stateful loader count once what it reads again where it resumes, which torchdata's own counts twice.
 
-    Accelerate calls the `__iter__` of the loader that it has wrapped by name. Its older versions (1.5) take the batches
-    of a process's own shard for dealt out by the main process, and would go back by some.
+    Accelerate calls the `__iter__` of the loader that it has wrapped by name. Accelerate 1.5 moves the state
+    of a sharded loader back by a batch for each other process, as if the main process dispatched the batches.
     """
     if _is_stateful(loader):
         if issubclass(type(loader), DataLoaderShard):

@@ -50,7 +50,7 @@ class Evaluation:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Do what `Trainer.prediction_step` does: return loss, logits and labels, of a placeholder without rows."""
+        """Do what `Trainer.prediction_step` does: return loss, logits and labels, without rows on a finished rank."""
         rank, active = self._driver.members.rank, step.active_ranks
         self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1

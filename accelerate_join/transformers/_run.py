@@ -345,7 +345,7 @@ class Run:
 
     @contextmanager
     def _among(self, active: Sequence[int]) -> Iterator[None]:
-        """Put around a step in which ranks run placeholders: what is gathered and reduced is of `active` ranks."""
+        """Put around a step with placeholders: gathers and reductions are over the `active` ranks."""
         with setting(self._operations, in_step=active):
             yield
 

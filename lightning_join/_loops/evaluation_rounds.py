@@ -95,7 +95,7 @@ class Rounds:
             self._loop.run_step(batch, self._steps)
 
     def _keep(self, active: tuple[int, ...], batch: Any) -> None:
-        """Keep this rank's batch; that of another one, where a rank has none in this round. All ranks call this."""
+        """Keep this rank's batch, or another rank's where this one has none in the round; all ranks call this."""
         if self._steps == 0:
             self._last = None
             if len(active) < len(self._limits):
@@ -226,7 +226,7 @@ class InRounds:
         self._rounds.finish(self._rounds.serve)
 
     def run_step(self: Any, batch: Any, index: int) -> None:
-        """Run the user's step, and no hook besides, on a batch that is of no epoch."""
+        """Run the user's step, and no other hook, on a placeholder."""
         trainer, module = self.trainer, self.trainer.lightning_module
         place = self._rounds.index if len(self._rounds.places) > 1 else None
         batch = trainer.precision_plugin.convert_input(batch)

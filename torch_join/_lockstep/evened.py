@@ -53,10 +53,10 @@ class EvenedLoader:
         empty: Returns a batch of the kind of another one with nothing in it, for steps in which this rank has none.
         trains: Whether what it yields is trained on.
         rebalances: Whether ranks give batches to each other.
-        keeps: Whether this rank's last batch, or another's, is needed in steps in which this rank has none.
+        keeps: Whether a finished rank needs a whole batch: its own last one, or another rank's.
 
     Attributes:
-        kept: That batch.
+        kept: That batch; `None` before this rank has one.
         lengths: By rank, how many batches it says that it has, `None` without a length; empty until that is known.
         stand_in: What a step without a batch gets; `None` before this rank has had one, or another's kind.
         is_last_step: Whether no rank has a batch after what was yielded last.
@@ -91,7 +91,7 @@ class EvenedLoader:
         return steps_of(known) if self.rebalances else max(known)
 
     def keep(self, batch: Any) -> None:
-        """Keep what steps without a batch need of this one."""
+        """Keep this batch, if `keeps`, and its stand-in, for the steps after this rank has finished."""
         self.kept, self.stand_in = batch if self.keeps else None, self.empty(batch)
 
     def reader(self, counts: bool) -> Reader[Any]:
@@ -120,7 +120,7 @@ class Evened:
         throws: Whether to raise on all ranks when the first one runs out of batches.
 
     Attributes:
-        loader: What is gone through, or was last.
+        loader: The loader of the current loop, or of the last one.
     """
 
     def __init__(

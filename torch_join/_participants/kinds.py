@@ -46,15 +46,15 @@ def holds_shards(thing: Any) -> bool:
 
 
 def refuse_engines(things: Iterable[Any]) -> None:
-    """Raise if one of `things`, which finished ranks run on placeholders, is an engine of DeepSpeed's.
+    """Raise if a loop with placeholders is given a DeepSpeed engine.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: One of `things` is an engine.
     """
     if any(map(is_engine, things)):
         raise UnsupportedError(
-            "A DeepSpeed engine, with placeholder=, of which there is no test. Leave placeholder= out: a finished rank"
-            " follows an engine without it."
+            "placeholder= with a DeepSpeed engine is not tested. Leave placeholder= out: without it, a finished rank"
+            " follows the engines of the other ranks."
         )
 
 
