@@ -1,6 +1,5 @@
 """What tests look at and change inside the packages, in one place: where a private name moves, this file follows."""
 
-import itertools
 import json
 import os
 import pickle
@@ -291,10 +290,13 @@ def listen(on_this_host: bool) -> tuple[socket.socket, Where]:
 
 
 def reach(where: Where) -> socket.socket:
+    """Connect; raises `BlockingIOError` where the queue of a host's own socket is full, since nobody waits in it."""
     addresses, port = where
-    ((_, connection),) = itertools.islice(_handshake._reached(addresses[:1], port, lambda: None, []), 1)
-    connection.setblocking(True)
-    return connection
+    problems: list[str] = []
+    for _, connection in _handshake._reached(addresses[:1], port, lambda: None, problems):
+        connection.setblocking(True)
+        return connection
+    raise BlockingIOError(*problems)
 
 
 def reaching_nothing() -> AbstractContextManager[object]:

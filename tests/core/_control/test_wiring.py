@@ -44,7 +44,7 @@ def pester(where: Where, number: int) -> list[socket.socket]:
     for index in range(number):
         try:
             one = reach(where)
-        except BlockingIOError:  # where the queue of a host's own socket is full, nobody waits in it
+        except BlockingIOError:
             time.sleep(0.001)
             continue
         one.sendall(says[index % 4])
