@@ -18,6 +18,7 @@ from torch_join._participants._torch.joinable import unwrap
 from torch_join._participants.arguments import check_given, check_options, common_group, listed
 from torch_join._participants.options import Options, renamed
 from torch_join._schedule.placeholders import Placeholder
+from torch_join._tail.alone import AloneDriver
 from torch_join._tail.loop import LoopDriver
 from torch_join.gather_in_order import gather_given
 
@@ -99,11 +100,10 @@ class Join(TorchJoin):
         things = [unwrap(thing) for thing in given]
         check_given(things)
         check_options(options.hooks, things)
-        self._driver = LoopDriver(things, options, common_group(given))
+        self._driver = (LoopDriver if options.enable else AloneDriver)(things, options, common_group(given))
 
     def __enter__(self: J) -> J:
-        if self._driver.options.enable:
-            self._driver.enter(lambda: open_channel(self._driver.members.group, self._driver.options.timeout))
+        self._driver.enter(lambda: open_channel(self._driver.members.group, self._driver.options.timeout))
         return self
 
     def __exit__(
@@ -112,10 +112,6 @@ class Join(TorchJoin):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._driver.options.enable:
-            self._driver.finish_alone(value)
-            self._driver.signals.restore()
-            return
         try:
             self._driver.finish(value)
         except BaseException as error:

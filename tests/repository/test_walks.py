@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_join._base.membership import Role
-from torch_join._tail.loop import Place
+from torch_join._tail.batch_loop import Place
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "how-it-works.md").read_text()

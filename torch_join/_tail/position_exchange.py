@@ -1,52 +1,44 @@
 """Every rank's place in its loader, for all active ranks: one of them writes it into a checkpoint."""
 
-from collections.abc import Callable
+import warnings
 from typing import Any, ClassVar, cast
 
 from torch_join._base.attributes import setting
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinError, name_ranks
 from torch_join._handover import objects as _objects
-from torch_join._participants.participant import Driver, Participant
+from torch_join._participants.participant import Participant
 from torch_join._schedule.positions import LoaderPlace
+from torch_join._tail.batch_loop import Place
 from torch_join._tail.tail_log import TailLog
 
 _PLACE = "place"
 
 
 class PositionExchange(Participant):
-    """Brings together what ranks have trained on; those that have joined give their part when they hear of it.
-
-    Args:
-        find_place: Returns this rank's place in a loader by its number, `None` if it has begun no loop over it.
-    """
+    """Brings together what ranks have trained on; those that have joined give their part when they hear of it."""
 
     kinds: ClassVar[dict[str, Any]] = {_PLACE: int}
+    driver: Any  # a `LoopDriver`
 
-    def __init__(self, driver: Driver, index: int, find_place: Callable[[int], LoaderPlace | None]) -> None:
-        super().__init__(driver, index)
-        self._find_place = find_place
-        self._undo.append(self._forget)
-
-    def _forget(self) -> None:
-        del self._find_place  # a circle would keep the group
-
-    def gather(self, step: int, name: str, which: int) -> list[LoaderPlace | None]:
+    def gather(self, name: str, which: int) -> list[LoaderPlace | None]:
         """Return every rank's place, by rank; all active ranks call this at the same step.
 
         Args:
-            step: The current step.
             name: What the user has called.
             which: The loader's number.
 
         Raises:
-            JoinError: Some active rank does not come here, but goes on.
+            JoinError: Some active rank does not come here, but goes on. Or it is amid an accumulation.
             JoinTypeError: The state of this rank's loader cannot be pickled.
         """
         tail_log, members, channel = cast(TailLog, self.tail_log), self.members, self.tail_log.channel
+        if self.driver.place in (Place.LOOP, Place.LEFT, Place.FINISHING):
+            self._check_window(name)
+        step = self.driver.step_number if self.driver.in_loop else -1
         tail_log.asked += 1
         if members.world_size == 1:
-            return [self._find_place(which)]
+            return [self.driver.find_place(which)]
         with setting(channel, suspect=_AbsenceWatch(tail_log, name).look):
             steps = channel.gather(step, of=int, among=(f"{_PLACE}/{tail_log.asked}", members.active))
         if len({*steps}) > 1:
@@ -56,13 +48,26 @@ class PositionExchange(Participant):
             raise JoinError(
                 f"{name} was called at different steps ({names}). All active ranks call it at the same one."
             )
-        place = self._find_place(which)  # before others are told that it comes
+        place = self.driver.find_place(which)  # before others are told that it comes
         self.announce(_PLACE, which)
         return self._exchange(place)
 
+    def _check_window(self, name: str) -> None:
+        if (amid := self.driver.is_amid_window()) is False:
+            return
+        text = (
+            f"{name} at step {self.driver.step_number} of a loop, where rank {self.members.name} holds gradients that"
+            " its optimizer has not stepped with: an accumulation has begun, and a state holds no gradients, so that a"
+            " resumed run would leave these batches out. Save at the end of a window, after the optimizer's step; or,"
+            " if they are not to count, call zero_grad() before."
+        )
+        if amid:
+            raise JoinError(text)
+        warnings.warn(f"It may be amid a window of accumulation: {text}", stacklevel=3)
+
     def mirror(self, kind: str, payload: Any) -> None:
         cast(TailLog, self.tail_log).asked += 1
-        self._exchange(self._find_place(payload))
+        self._exchange(self.driver.find_place(payload))
 
     def _exchange(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
         with self.tail_log.own_collectives(), on_device(self.members.group):

@@ -5,7 +5,9 @@ import threading
 from types import FrameType
 from typing import Any, ClassVar
 
+from torch_join._base.errors import JoinError
 from torch_join._participants.participant import Participant
+from torch_join._tail.batch_loop import Place
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -55,14 +57,22 @@ class StopExchange(Participant):
     driver: Any  # a `LoopDriver`
     _place, _calls = "", 0
 
-    def ask(self, loop: int, step: int | None) -> bool:
+    def ask(self, loop: int) -> bool:
         """Return whether some rank has got a signal, or whether that is known.
 
         Args:
-            loop: The loop under way, or the last one.
-            step: Its step, which all ranks are in that have a batch; `None` where all ranks are outside of a loop.
+            loop: The number of the loop under way, or of the last one.
+
+        Raises:
+            JoinError: The loop is a plain `for`.
         """
+        if self.driver.place is Place.PLAIN:
+            raise JoinError(
+                "join.stop_requested() inside of a `with` whose loop is a plain `for`: a rank that has run out of"
+                " batches is not known to have come to its end. Loop over join.batches(loader)."
+            )
         signals: StopSignals = self.driver.signals
+        step = self.driver.step_number if self.driver.in_loop else None
         if signals.agreed or (step is None and signals.in_loops):
             return signals.agreed
         place = f"stop/{loop}/{step}"

@@ -1,0 +1,109 @@
+"""The driver of a `Join` with `enable=False`: each rank goes through its own batches, and none meets another."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torch_join._base.closing import is_left_on_purpose
+from torch_join._base.errors import JoinValueError
+from torch_join._control.channel import Channel
+from torch_join._monitor.stopwatch import Stopwatch
+from torch_join._participants.options import Options
+from torch_join._schedule.placeholders import Placeholder
+from torch_join._tail.batch_loop import BatchLoop, Place
+from torch_join._tail.loop import LoopDriver
+from torch_join._tail.reader import Reader
+from torch_join._tail.resuming import OVER, NamedLoops, state_of
+
+T = TypeVar("T")
+
+
+class AloneDriver(LoopDriver):
+    """A `LoopDriver` of which nothing is asked of other ranks.
+
+    Raises:
+        JoinValueError: There is a monitor, and other ranks.
+    """
+
+    def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
+        super().__init__(objects, options, group)
+        if options.monitor is not None and self.members.world_size > 1:
+            raise JoinValueError(
+                "monitor= with enable=False: the ranks do not meet, so that nobody knows how uneven their inputs are."
+                " Leave monitor= out."
+            )
+        self.rebalancing.enabled = False
+        self.named = NamedLoops(0, 1)
+        self.positions, self.find_other_place = self.named.current, self.named.find_others
+
+    def _make_participants(self) -> None:
+        pass
+
+    def enter(self, open_channel: Callable[[], Channel]) -> None:
+        pass
+
+    def finish(self, error: BaseException | None) -> None:
+        # A context in a generator ends by a `GeneratorExit`, after a `break`.
+        if self.loop is not None and (error is None or isinstance(error, GeneratorExit)):
+            self.loop.measure()
+        elif self.loop is not None:
+            self.loop.stopwatch = None
+
+    def leave(self) -> None:
+        self.signals.restore()
+        if self.loop is not None:
+            self.loop.drop()
+
+    def meet(self) -> None:
+        pass
+
+    def weigh(self, value: Tensor) -> Tensor:
+        return value
+
+    def stop_requested(self) -> bool:
+        if self.members.world_size > 1:
+            raise JoinValueError(
+                "join.stop_requested() with enable=False: the ranks do not meet, so that each would stop at a step of"
+                " its own. Leave enable=False out."
+            )
+        self.signals.listen()
+        return self.signals.received
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_of([self.find_place()], self.in_loop, self.named.name, [self.named.find_others()])
+
+    def go_through(
+        self,
+        loader: Iterable[T],
+        reader_of: Callable[[Iterable[T]], Reader[T]] = Reader,
+        asks: bool = True,
+        name: str | None = None,
+        placeholder: Placeholder | None = None,
+    ) -> Iterator[T]:
+        if not self.in_loop:
+            self.finish(None)
+        first, reader = self._open(loader, reader_of, name)
+        loop = self.loop = BatchLoop(self, reader, True, 0, first)
+        self.place, self.step_number = Place.LOOP, loop.first
+        watch = Stopwatch(loop.first)
+        loop.stopwatch = None if self.options.monitor is None or first == OVER else watch
+        try:
+            while reader.has_next():
+                batch = reader.take()
+                watch.take()
+                yield batch
+                watch.ask()
+                self.step_number += 1
+        except GeneratorExit:
+            reader.leave()
+            watch.leave()
+            if not is_left_on_purpose():  # by an error, which makes no epoch
+                loop.stopwatch = None
+            raise
+        finally:
+            self.place = Place.ENDED
+        loop.measure()
+
+    def _begin_later(self, loader: Iterable[T], name: str, placeholder: Placeholder | None) -> Iterator[T]:
+        return self.go_through(loader, name=name)

@@ -1,0 +1,346 @@
+"""One loop over `batches`: how it is begun, gone through, left by `break`, finished and measured."""
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Any, cast
+
+import torch
+
+from torch_join._base.closing import is_left_on_purpose
+from torch_join._base.errors import JoinValueError, raise_any
+from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
+from torch_join._base.sampler import dealt_again
+from torch_join._base.synced_steps import SyncedSteps
+from torch_join._base.weighting import Window
+from torch_join._compat.operators import collective_under_way
+from torch_join._monitor.stopwatch import Stopwatch
+from torch_join._schedule.placeholders import Placeholder
+from torch_join._tail import nesting as _nesting
+from torch_join._tail.placeholder_loop import PlaceholderLoop
+from torch_join._tail.planned import Planned
+from torch_join._tail.reader import Reader
+from torch_join._tail.resuming import OVER, check_resumed
+from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
+
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
+# How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
+_ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
+
+
+class Place(Enum):
+    """Where this rank's own code is, as far as its `Join` can know."""
+
+    OUTSIDE = "outside"  # in the `with`, before any loop
+    LOOP = "loop"  # in a loop over `batches`
+    LEFT = "left"  # behind one that it has left by `break`, which the others do not know yet
+    FINISHING = "finishing"  # as before, and about to do something with others: it finishes that loop first
+    ENDED = "ended"  # behind one that has ended on all ranks
+    PLAIN = "plain"  # in, or behind, a loop without `batches`, where the ranks meet at a model's forward
+
+
+class BatchLoop:
+    """A loop over `batches`.
+
+    Args:
+        driver: The `LoopDriver` that it is a loop of.
+        reader: Reads the batches.
+        asked: Whether it was asked for a batch; else this rank is elsewhere in its own code.
+        number: Of the loops of one `with`, from 1 on.
+        first: The step with which it begins: later than 0 where it is resumed, -1 or `OVER` else.
+
+    Attributes:
+        first: The same, but never negative.
+        schedule: Says who is active at which step.
+        stepped: Whether the step's batch has been used.
+        forwarded: Whether it runs forwards of a model that was given.
+        reads_ahead: Whether a second batch was asked for before any such forward.
+        uneven: Whether a rank has run out of batches before another.
+        trains: The parts of models that have had a backward in it, of this rank's own or followed.
+        thread: The thread that goes through it.
+        source: Reads this rank's own batches, where these are rebalanced.
+        is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
+        placeholders: Runs it, if finished ranks run placeholders in it.
+        stopwatch: Measures it, where the user has given a monitor.
+    """
+
+    def __init__(self, driver: Any, reader: Reader[Any], asked: bool, number: int, first: int) -> None:
+        self.driver = driver
+        self.reader, self.asked, self.number, self._resumes_at = reader, asked, number, first
+        self.first = max(0, first)
+        self.schedule = Schedule()
+        self.stepped = True
+        self.forwarded = self.reads_ahead = self.uneven = self.is_over = False
+        self.trains: set[int] = set()
+        self.thread = threading.get_ident()
+        self.source: Reader[Any] | None = None
+        self.placeholders: PlaceholderLoop | None = None
+        self.stopwatch: Stopwatch | None = None
+        self._even_until = 0  # before this step, each is as the one before: all ranks have a batch, and more to come
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this rank is in it."""
+        driver = self.driver
+        return driver is not None and driver.place is Place.LOOP and driver.loop is self
+
+    def drop(self) -> None:
+        """Leave nothing in force, though an error may hold the loop's iterator, and no reference cycle."""
+        if self.placeholders is not None:
+            self.placeholders.drop()
+        self.driver = None
+
+    # ------------------------------------------------------------ its begin
+
+    def begin(self, name: str, placeholder: Placeholder | None) -> bool:
+        """Begin it; all ranks meet. Return whether any of them goes through it."""
+        driver, log, members = self.driver, self.driver.tail_log, self.driver.members
+        for model in log.models():
+            model.check_can_train(self.reader.has_next)
+        how = _ASKS if self.asked else _UNASKED if self.reader.has_next() else _EMPTY
+        given = driver.tail.given if driver.begins_with_loop else []
+        length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
+        called = name + (" with placeholders" if placeholder is not None else "")
+        begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
+        lengths, hyper, ways, everyone, steps, loops, dealt = zip(*log.channel.gather(begin, of=_BEGIN), strict=True)
+        if driver.begins_with_loop:
+            driver.tail.compare_given(everyone)
+        compare(hyper, members.global_ranks)
+        if _ASKS not in ways:
+            return False
+        check_resumed(members.global_ranks, steps, loops)
+        if (text := dealt_again(dealt, *self.reader.dealer)) is not None:
+            warnings.warn(text, stacklevel=2)
+        if self.asked:
+            driver.tail.reads.forget()
+        driver.tail.early_exit, driver.unasked = driver.unasked, None
+        # With none, it is to be given some.
+        refused = (_UNASKED, _EMPTY) if driver.rebalancing.enabled or placeholder is not None else (_UNASKED,)
+        _nesting.refuse_unasked(members.named(rank for rank, way in enumerate(ways) if way in refused))
+        if placeholder is not None:
+            members.weigh("world")
+        if members.meets_late:
+            log.tap.install()
+        given_bytes = driver.rebalancing.nbytes  # before the first batches are
+        if placeholder is None:
+            self.schedule = self._choose_schedule(lengths)
+        else:
+            self.schedule = self._choose_placeholders(lengths, placeholder)
+        driver.place, driver.step_number = Place.LOOP, self.first
+        driver.steps.forget()
+        mine = lengths[members.rank] or 0
+        if self.asked and placeholder is None and any(length is None or length > mine for length in lengths):
+            driver.tail.note(at_last=False)
+        log.parting.begin_loop(log.channel)
+        log.synced = SyncedSteps()
+        for model in log.models():
+            model.begin_loop()
+        if driver.options.monitor is not None and self._resumes_at != OVER:
+            self.stopwatch = Stopwatch(self.first, given_bytes)
+        return True
+
+    def _choose_schedule(self, lengths: Sequence[int | None]) -> Schedule:
+        driver, log = self.driver, self.driver.tail_log
+        driver.step.check = None
+        rebalances = driver.rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
+        plan = driver.positions.plan
+        if self.first > 0 and rebalances != (plan is not None) and not (plan or {}).get("is_new", False):
+            now, then = ("with", "without") if rebalances else ("without", "with")
+            raise JoinValueError(
+                f"A loop {now} rebalance=True was to go on from a state that was written {then} it, so that its steps"
+                f" are others. Resume {then} it, or from a state that was written after a loop."
+            )
+        if driver.rebalancing.enabled:
+            planned = Planned(driver.step, driver.rebalancing, log, plan)
+            source = self.reader
+            self.reader = planned.read(source)
+            if driver.rebalancing.current is not None:
+                self.source = source
+                driver.step.check = planned.check_barrier
+                return planned
+        if driver.options.may_break or (driver.members.meets_late and None not in lengths):
+            return EachUse(driver.step, self.reader, log, lengths, driver.tail.look)
+        if driver.members.meets_late or None in lengths:
+            return EachBatch(driver.step, self.reader, driver.members)
+        known = cast(list[int], [*lengths])
+        return Certain(driver.step, self.reader, log, known, driver.options.throw_on_early_termination, self.first)
+
+    def _choose_placeholders(self, lengths: Sequence[int | None], kind: Placeholder) -> Schedule:
+        driver, self.source = self.driver, self.reader
+        self.placeholders = PlaceholderLoop(
+            kind, self.source, driver.tail_log, driver.options, driver.given, lengths, self.first, self.number
+        )
+        self.reader = self.placeholders.reader
+        return self.placeholders.schedule(driver.step)
+
+    # ------------------------------------------------------------ its steps
+
+    def go_through(self) -> Iterator[Any]:
+        """Yield this rank's batches; then serve the others."""
+        driver, placeholders = self.driver, self.placeholders
+        has_models, stopwatch = bool(driver.tail_log.models()), self.stopwatch
+        try:
+            if placeholders is not None:
+                placeholders.enter()
+            while True:
+                with driver.telling:
+                    if not self._begin_step():
+                        break
+                    self.stepped = not has_models
+                    batch = self.reader.take()
+                    driver.tail_log.in_window = type(batch) is Window
+                if placeholders is not None and placeholders.losses.joined:
+                    stopwatch = None  # the loop's stands as of this rank's last batch
+                if stopwatch is not None:
+                    stopwatch.take()
+                yield batch
+                if stopwatch is not None:
+                    stopwatch.ask()
+                self.reads_ahead = self.reads_ahead or not self.forwarded
+                if not self.is_current:
+                    if self.reader.has_next():
+                        raise _nesting.left_behind()
+                    return
+                driver.step_number += 1
+            self.end_placeholders()
+        except GeneratorExit:
+            if placeholders is not None:
+                placeholders.leave()
+            on_purpose = is_left_on_purpose()
+            if self.is_current and on_purpose and self._is_at_end:
+                self._go_through_end()
+            elif self.is_current:
+                self.leave()
+            if not on_purpose and driver.members.world_size == 1:  # by an error, which makes no epoch
+                self.stopwatch = None
+            raise
+        finally:
+            if placeholders is not None:
+                placeholders.leave()
+            if self.is_current:
+                driver.finish_loop()
+        self.measure()
+
+    def _begin_step(self) -> bool:
+        """Begin a step, with whoever is active or still to meet; serve if this rank is not. Return whether it is."""
+        driver, schedule, number = self.driver, self.schedule, self.driver.step_number
+        if number < self._even_until and self.reader.has_next():  # most are so: this costs next to nothing
+            driver.steps.skip()
+            if number % 2:
+                raise_any(driver.tail_log.channel.failure())
+            return True
+        driver.steps.begin()
+        driver.tail_log.parting.end()
+        rank = driver.members.rank
+        if not schedule.begin(number):
+            lengths, ends = schedule.expected, number + 1
+            if lengths and lengths[rank] == ends and any(n is None or n > ends for n in lengths):
+                driver.tail.note()  # this step is expected to be this rank's last one, and not that of another
+            return True
+        goes_on: bool = driver.go_on()
+        if goes_on and rank in driver.step.ending and not driver.step.is_last:
+            driver.tail.note()
+        schedule.check(number)
+        if schedule.lengths is not None and driver.is_even:
+            self._even_until = min(schedule.lengths) - 1  # that step is the last one of some
+        return goes_on
+
+    def status(self) -> tuple[int, list[int]] | None:
+        """See `Status`; another thread calls this."""
+        if not self.is_current or not self.reader.pulling:
+            return None
+        ranks = collective_under_way(self.thread)
+        return None if ranks is None else (self.driver.step_number, ranks)
+
+    # ------------------------------------------------------------ its end
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether this rank is certain to have had its last batch, and is done with it, while others have more."""
+        driver, lengths = self.driver, self.schedule.lengths or self.schedule.expected
+        if len({*lengths}) < 2 or isinstance(self.schedule, Planned) or lengths[driver.members.rank] is None:
+            return False
+        awaits = any(model.awaits_backward for model in driver.tail_log.models())
+        return self.stepped and not awaits and lengths[driver.members.rank] == driver.step_number + 1
+
+    def _go_through_end(self) -> None:
+        """End a loop that is closed behind this rank's last batch as if it had been asked for another one."""
+        driver, log = self.driver, self.driver.tail_log
+        if self.stopwatch is not None:
+            self.stopwatch.ask()
+        driver.step_number += 1
+        # What is raised in a generator that is closed is lost. So it is raised where this rank meets others next.
+        with suppress(BaseException):
+            try:
+                with driver.telling:
+                    self._begin_step()
+            except BaseException:
+                driver.place, log.has_to_meet = Place.LEFT, True
+                log.tap.install()
+                raise
+            driver.finish_loop()
+            self.measure()
+            if driver.end_with_loop is not None:
+                driver.place, log.has_to_meet, self.is_over = Place.LEFT, True, True
+                log.tap.install()
+
+    def leave(self, at_once: bool = True) -> None:
+        """Leave it by `break`; `at_once` unless this rank's own code has gone on since."""
+        driver, log, in_tail = self.driver, self.driver.tail_log, self.driver.members.announces
+        if self.stopwatch is not None:
+            self.stopwatch.leave()
+        (self.source or self.reader).leave()
+        log.remember_gradients()
+        lengths, ends_at = self.schedule.lengths, driver.step_number + 1
+        # Where no rank can run out before another, nothing will be handed over.
+        ends = in_tail or lengths is None or min(lengths) <= ends_at < max(lengths)
+        driver.tail.leave_early(watches=at_once and ends and driver.members.world_size > 1)
+        driver.place, log.has_to_meet = Place.LEFT, True
+        self.stepped = driver.step.drop() or self.stepped
+        log.parting.end()
+        # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
+        # All ranks must look in the same way at a step that is the last one of some, or may be.
+        is_last = (lengths is None or ends_at in lengths) and not isinstance(self.schedule, Planned)
+        if in_tail or is_last or driver.members.meets_late or driver.end_with_loop is not None:
+            log.tap.install()
+        else:
+            log.tap.remove()
+
+    def go_to_end(self) -> None:
+        """Go, without batches, to where all ranks have joined."""
+        driver = self.driver
+        if driver.tail.early_exit is not None:
+            driver.tail.early_exit.meet()
+        if isinstance(self.schedule, EachUse) and self.forwarded and not self.stepped:
+            raise _nesting.left_amid(driver.members.name, driver.step_number)
+        with driver.telling:
+            if self.schedule.lengths is not None:  # those who left with their last batch have ended, as the others know
+                driver.step_number += 1
+                driver.steps.now = False
+                driver.step.know(driver.step_number, self.schedule.lengths)
+                if not driver.go_on():
+                    return
+            driver.meet_without_input()
+
+    def end_placeholders(self) -> None:
+        """End it, if finished ranks have run placeholders in it; all ranks call this."""
+        if self.placeholders is not None:
+            with self.driver.telling:
+                self.driver.own_taken += self.placeholders.end()
+
+    def measure(self) -> None:
+        """Have the monitor note a loop that has ended; all ranks meet."""
+        stopwatch, self.stopwatch = self.stopwatch, None
+        if stopwatch is None or (monitor := self.driver.options.monitor) is None:
+            return
+        driver, rebalancing = self.driver, self.driver.rebalancing
+        given, received = rebalancing.exchanged
+        mine = stopwatch.stop(given, received, rebalancing.nbytes)
+        trains = bool(self.trains) or (not driver.tail_log.models() and torch.is_grad_enabled())
+        trains = trains if self.placeholders is None else self.placeholders.losses.trains
+        with driver.telling:
+            record = monitor.add_loop(mine, driver.tail_log.channel, trains, rebalancing.enabled)
+            if record is not None:
+                driver.log_epoch(record.metrics(), monitor.steps - 1)
