@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, cast
@@ -177,19 +177,22 @@ class BatchLoop:
 
     # ------------------------------------------------------------ its steps
 
-    def go_through(self) -> Iterator[Any]:
-        """Yield this rank's batches; then serve the others."""
-        driver, placeholders = self.driver, self.placeholders
-        has_models, stopwatch = bool(driver.tail_log.models()), self.stopwatch
+    @staticmethod
+    def go_through(begin: Callable[[], "BatchLoop | None"]) -> Iterator[Any]:
+        """Begin a loop, and yield this rank's batches; then serve the others."""
+        if (loop := begin()) is None:
+            return
+        driver, placeholders = loop.driver, loop.placeholders
+        has_models, stopwatch = bool(driver.tail_log.models()), loop.stopwatch
         try:
             if placeholders is not None:
                 placeholders.enter()
             while True:
                 with driver.telling:
-                    if not self._begin_step():
+                    if not loop._begin_step():
                         break
-                    self.stepped = not has_models
-                    batch = self.reader.take()
+                    loop.stepped = not has_models
+                    batch = loop.reader.take()
                     driver.tail_log.in_window = type(batch) is Window
                 if placeholders is not None and placeholders.losses.joined:
                     stopwatch = None  # the loop's stands as of this rank's last batch
@@ -198,30 +201,30 @@ class BatchLoop:
                 yield batch
                 if stopwatch is not None:
                     stopwatch.ask()
-                self.reads_ahead = self.reads_ahead or not self.forwarded
-                if not self.is_current:
-                    if self.reader.has_next():
+                loop.reads_ahead = loop.reads_ahead or not loop.forwarded
+                if not loop.is_current:
+                    if loop.reader.has_next():
                         raise _nesting.left_behind()
                     return
                 driver.step_number += 1
-            self.end_placeholders()
+            loop.end_placeholders()
         except GeneratorExit:
             if placeholders is not None:
                 placeholders.leave()
             on_purpose = is_left_on_purpose()
-            if self.is_current and on_purpose and self._is_at_end:
-                self._go_through_end()
-            elif self.is_current:
-                self.leave()
+            if loop.is_current and on_purpose and loop._is_at_end:
+                loop._go_through_end()
+            elif loop.is_current:
+                loop.leave()
             if not on_purpose and driver.members.world_size == 1:  # by an error, which makes no epoch
-                self.stopwatch = None
+                loop.stopwatch = None
             raise
         finally:
             if placeholders is not None:
                 placeholders.leave()
-            if self.is_current:
+            if loop.is_current:
                 driver.finish_loop()
-        self.measure()
+        loop.measure()
 
     def _begin_step(self) -> bool:
         """Begin a step, with whoever is active or still to meet; serve if this rank is not. Return whether it is."""

@@ -362,21 +362,22 @@ class LoopDriver(Attendance):
         name: str | None = None,
         placeholder: Placeholder | None = None,
     ) -> Iterator[T]:
-        with self.telling:
-            _nesting.check_entered(self)
-            if self.in_loop and self.loop is not None and not self.loop.reader.has_next():
-                self.loop.leave(at_once=False)  # a loop by iter() and next(), which never asks for the end
-            if self.in_loop:
-                raise _nesting.nested()
-            self.meet()
-            self.loops += 1
-            if self.loop is not None:
-                self.loop.drop()
-            first, reader = self._open(loader, reader_of, name)
-            loop = self.loop = BatchLoop(self, reader, asks and self.asks, self.loops, first)
-            goes_on = loop.begin(name or "", placeholder or self.options.placeholder)
-        if goes_on:
-            yield from loop.go_through()
+        def begin() -> BatchLoop | None:
+            with self.telling:
+                _nesting.check_entered(self)
+                if self.in_loop and self.loop is not None and not self.loop.reader.has_next():
+                    self.loop.leave(at_once=False)  # a loop by iter() and next(), which never asks for the end
+                if self.in_loop:
+                    raise _nesting.nested()
+                self.meet()
+                self.loops += 1
+                if self.loop is not None:
+                    self.loop.drop()
+                first, reader = self._open(loader, reader_of, name)
+                loop = self.loop = BatchLoop(self, reader, asks and self.asks, self.loops, first)
+                return loop if loop.begin(name or "", placeholder or self.options.placeholder) else None
+
+        return BatchLoop.go_through(begin)
 
     def _open(
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]], name: str | None
