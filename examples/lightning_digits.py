@@ -152,7 +152,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 def table_of_steps(rows: list[Any]) -> Table:
     table = Table(title="What each rank did")
-    for column in ("rank", "images", "batches trained", "shadow steps", "optimizer steps"):
+    for column in ("rank", "images", "batches trained", "steps only followed", "optimizer steps"):
         table.add_column(column, justify="right")
     for rank, row in enumerate(rows):
         table.add_row(*map(str, (rank, *row)))
@@ -183,8 +183,9 @@ def main() -> None:
             callbacks=[
                 counts,
                 ModelCheckpoint(folder, monitor="val_accuracy", mode="max"),
-                TQDMProgressBar(refresh_rate=15),
+                *([TQDMProgressBar(refresh_rate=15)] if sys.stdout.isatty() else []),
             ],
+            enable_progress_bar=sys.stdout.isatty(),
             logger=False,
             enable_model_summary=False,
         )
@@ -202,6 +203,10 @@ def main() -> None:
         difference = largest_difference(trained, reference)
         console = Console()
         console.print(table_of_steps(rows))
+        console.print("A rank that has no batch left follows the others' steps, so all end with the same parameters.")
+        console.print(f'weighting="world": a step sums the gradients of its ranks and divides by {WORLD_SIZE}.')
+        total = nn.utils.parameters_to_vector(trained.parameters()).sum().item()
+        console.print(f"Sum of all parameters: {total:.12f}")
         console.print(f"Test accuracy of the best checkpoint: {metrics['test_accuracy']:.1%}")
         console.print(f"Largest difference of a parameter from one process on the same schedule: {difference:.1e}")
         if not difference <= TOLERANCE:  # NaN neither

@@ -27,6 +27,9 @@ DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, an
 # What each command's output must hold; a group is a number that must be next to zero.
 DIFFERENCE = r"Largest difference of a parameter from one process on the same schedule: (\S+)"
 COMMANDS = {
+    "-m torch.distributed.run --standalone --nproc-per-node=2 examples/quickstart.py": (
+        r"the largest difference from one process is (\S+)"
+    ),
     "examples/torch_loop.py": DIFFERENCE,
     "examples/sharded_digits.py": DIFFERENCE,
     "examples/experts.py": DIFFERENCE,
@@ -44,7 +47,7 @@ COMMANDS = {
 
 # One that starts its processes and one whose framework does; what each of these imports takes longer than what it
 # trains. torchrun's are started by `tests/doctor` and `tests/pipelines` too.
-SOME = [command for command in COMMANDS if re.search("torch_loop|lightning_digits", command)]
+SOME = [command for command in COMMANDS if re.search("quickstart|torch_loop|lightning_digits", command)]
 
 
 @pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
