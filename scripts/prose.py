@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/how-do-i/*.md", "docs/reference/*.md")
-OWNERS = "torch|Lightning|Accelerate|Fabric|Trainer|DeepSpeed|Ray|gloo|autograd|the user|a user|the optimizer|an optimizer"
+OWNERS = (
+    "torch|Lightning|Accelerate|Fabric|Trainer|DeepSpeed|Ray|gloo|autograd|the user|a user|the optimizer|an optimizer"
+)
 LAST = r"(?!\s+[\w(])"  # a noun that follows makes it English: one of torch's samplers
 PHRASES = {
     r"whoever": "name who: a waiting rank, anyone who",
