@@ -89,8 +89,8 @@ def refuse_to_resize(folder: str, world_size: int) -> None:
     if epoch != int(epoch):
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {writers} ranks, and this job has {world_size}."
-            " JoinTrainer goes on from two ranks or more that have used it, with two ranks or more. Resume with"
-            f" {writers} ranks, or from a checkpoint of an epoch's end, or with ignore_data_skip=True."
+            f" JoinTrainer can change from two or more ranks that have used it to two or more. Resume with {writers}"
+            " ranks, from a checkpoint of an epoch's end, or with ignore_data_skip=True."
         )
 
 

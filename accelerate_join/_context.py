@@ -78,9 +78,9 @@ def _context(
     if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting by a function, with gradient_accumulation_steps > 1: each step of a window would be weighted"
-            " by its own count, not by the window's. Use gradient_accumulation_steps=1, and"
-            " `for window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
-            " of its batches but the last."
+            " by its own count, not by the window's. Use gradient_accumulation_steps=1 and `for window in"
+            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but the"
+            " last."
         )
     context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)

@@ -397,9 +397,9 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
     if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, processes) > 1:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which gives this process 1 of"
-            f" {sampler.num_replicas} samples. Accelerate deals these out to {processes} processes once more,"
-            " so that most samples would never be seen. Leave this sampler out; or do not prepare the loader, and with"
-            " Accelerate alone loop over join_batches(loader)."
+            f" {sampler.num_replicas} samples. Accelerate deals these out to {processes} processes once more, so most"
+            " samples would never be seen. Leave this sampler out; or do not prepare the loader, and loop over"
+            " join_batches(loader)."
         )
 
 

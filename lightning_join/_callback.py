@@ -107,16 +107,15 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
         plain = ", ".join(each.__name__ for each in JOINING)
         raise JoinTypeError(
             f"JoinCallback makes a plain strategy join ({plain}), and the trainer's strategy is a {name}, which"
-            " synchronizes in ways of its own. Use Trainer(strategy='ddp') with the callback, or"
-            " Trainer(strategy='ddp_join') without it; a subclass of DDPStrategy can derive from"
-            " lightning_join.DDPJoinStrategy instead."
+            " synchronizes in its own way. Use Trainer(strategy='ddp') with the callback, or 'ddp_join' without it."
+            " Derive your own strategy from lightning_join.DDPJoinStrategy."
         )
     if _compat.has_dataloaders(trainer):
         raise JoinValueError(
-            "The dataloaders were set up before JoinCallback could make the strategy join, as a rule because a"
-            " LightningDataModule.setup, or the setup of a callback before it, reads"
-            " trainer.estimated_stepping_batches. Read that in LightningModule.setup or later, put JoinCallback first"
-            " in the list of callbacks, or use Trainer(strategy='ddp_join')."
+            "The dataloaders were set up before JoinCallback could make the strategy join, usually because a"
+            " LightningDataModule.setup, or the setup of an earlier callback, reads trainer.estimated_stepping_batches."
+            " Put JoinCallback first in the list of callbacks, read that in LightningModule.setup or later, or use"
+            " Trainer(strategy='ddp_join')."
         )
 
 

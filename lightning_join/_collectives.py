@@ -111,10 +111,9 @@ class ActiveCollectives:
             return
         said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` takes tensors of one shape, and the ranks' differ: {said}. Ranks may have other numbers of"
-            " samples here, as none is repeated to make them equal. Where only the numbers of rows differ, use the"
-            " strategy's `gather_rows(tensor)` (of `self.trainer.strategy`, or `fabric.strategy`), which returns the"
-            " rows of all ranks in one tensor."
+            f"`all_gather` takes tensors of one shape, and the ranks' differ: {said}. No sample is repeated to make the"
+            " ranks' numbers equal. If only the numbers of rows differ, use the strategy's `gather_rows(tensor)`"
+            " (`self.trainer.strategy`, `fabric.strategy`), which returns the rows of all ranks in one tensor."
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name

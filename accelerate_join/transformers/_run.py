@@ -246,8 +246,8 @@ class Run:
         if step is None and (isinstance(loader, EvenedLoader) if trains else self._evaluation is not None):
             raise JoinError(
                 f"{type(self._trainer).__name__} got a batch in {'training_step' if trains else 'prediction_step'} that"
-                " is none of those its dataloader has yielded, in their order, so that nobody knows which ranks have"
-                " one. Change batches in the collator or in `_prepare_inputs`, and not in `get_batch_samples`."
+                " its dataloader has not yielded, or in another order, so nobody knows which ranks have one. Change"
+                " batches in the collator or in `_prepare_inputs`, and not in `get_batch_samples`."
             )
         return step
 
@@ -433,10 +433,10 @@ class Run:
         if num_items is not None:
             if weighting in ("active", "samples"):
                 raise UnsupportedError(
-                    f"weighting={weighting!r}: {type(trainer).__name__} divides the loss by the number of items in all"
-                    " ranks' batches (num_items_in_batch) already. Use weighting='world', or a function that counts a"
-                    " batch in Trainer's place. If a compute_loss of your own does not, set"
-                    " model_accepts_loss_kwargs = False on the trainer."
+                    f"weighting={weighting}: {type(trainer).__name__} already divides the loss by the number of items"
+                    " in all ranks' batches (num_items_in_batch). Use weighting='world', or a function that counts a"
+                    " batch in Trainer's place. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
+                    " False on the trainer."
                 )
             # Else a rank divides by the items of its own micro-batches, and those of a window are one loss.
             averages = trainer.args.average_tokens_across_devices

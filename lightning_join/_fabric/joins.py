@@ -322,9 +322,9 @@ class Joins:
             how = "have run out" if uneven else "will run out"
             raise JoinError(
                 f"A loop over a dataloader of Fabric's was begun inside another one in which some ranks {how} of"
-                " batches before others: those cannot follow it, and their part of the data would be missing. Evaluate"
-                f" after the loop, give the inner loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If an"
-                " iterator over the outer one is held in a variable, and that loop is over, `del` it."
+                " batches before others: those would miss their part of it. Evaluate after the loop, give the inner"
+                f" loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable holds an iterator over"
+                " an outer loop that is over, `del` it."
             )
 
     @contextmanager
@@ -489,6 +489,6 @@ def _refuse_training(model: nn.Module, _: Any) -> None:
     if torch.is_grad_enabled() or holds_parts(model):
         raise JoinError(
             "A model that was set up is called, with gradients or while it is sharded, in a loop over a dataloader of"
-            " Fabric's inside another one, of which ranks may have different numbers of batches: none serves another"
-            f" there. Evaluate under torch.no_grad(), begin one loop after the other, or go {_BATCHES}."
+            " Fabric's inside another one, where ranks may have different numbers of batches and none serves another."
+            f" Evaluate under torch.no_grad(), start one loop after the other, or go {_BATCHES}."
         )

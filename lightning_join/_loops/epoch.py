@@ -361,10 +361,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""
         if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
-                "A weighting by a function, with accumulate_grad_batches > 1: Lightning has the mean of the steps of a"
-                " window, and each would be weighted by its own count, not by the window's. Use"
-                " accumulate_grad_batches=1, and larger batches; or torch_join.windows around the dataloader, with"
-                " manual optimization, where a batch is a whole window."
+                "A weighting by a function, with accumulate_grad_batches > 1: each step of a window would be weighted"
+                " by its own count, not by the window's. Use accumulate_grad_batches=1 and larger batches; or"
+                " torch_join.windows around the dataloader, with manual optimization, where a batch is a whole window."
             )
 
     def _time_to_validate(self) -> bool:

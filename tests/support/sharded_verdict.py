@@ -23,7 +23,7 @@ def promised(recipe: Recipe) -> str:
     if recipe.model == "partly frozen" and recipe.options.get("strategy") == "NO_SHARD" and adds_up:
         found.append("was changed by hand since the last backward")
     if recipe.model == "unused" and recipe.options.get("strategy") == "NO_SHARD" and recipe.clears != "zero_grad":
-        found.append("is in the place of the one that FullyShardedDataParallel has put there")
+        found.append("is in the place of FullyShardedDataParallel's")
     if recipe.model in STRAYS and recipe.options.get("strategy") == "NO_SHARD":
         found.append("under NO_SHARD leaves a module without parameters")
     goes_on = recipe.rest == "goes on" and (recipe.framework or recipe.api == "fsdp1")

@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "twice": (Twice, UNEVEN, {}, "calls compute_loss twice"),
     "unwrapping": (Unwrapping, UNEVEN, {}, "Use self.accelerator.unwrap_model(model)"),
     "by itself": (ByItself, UNEVEN, {}, "called compute_loss 0 times"),
-    "other batches": (Rebatching, UNEVEN, {}, "none of those its dataloader has yielded"),
+    "other batches": (Rebatching, UNEVEN, {}, "that its dataloader has not yielded"),
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
     "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
     "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),

@@ -63,10 +63,9 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
             said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
             raise JoinError(
-                f"The ranks' optimizers differ: {values[0][0]} is {said}. A rank has decided something from a value"
-                " that the others do not have (a metric, a counter of its own batches): ranks that run out of inputs do"
-                " not see what others gather or count after that. Decide by the number of the step, by a value that was"
-                " reduced after the loop, or on one rank that broadcasts it."
+                f"The ranks' optimizers differ: {values[0][0]} is {said}. A rank has decided by a value that the others"
+                " do not have, such as a metric or a counter of its own batches. Decide by the number of the step, by a"
+                " value that was reduced after the loop, or on one rank that broadcasts it."
             )
 
 

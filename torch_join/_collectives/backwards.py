@@ -95,11 +95,10 @@ class Backwards:
         if owned:
             raise UnsupportedError(
                 f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
-                f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all): each rank may"
-                " own a part, as an expert, and a rank that has joined sends zeros in place of what its part makes of"
-                ' the tokens. With Join(..., placeholder="last") finished ranks run the step themselves: see'
-                " docs/spread.md. Or, where these parameters are the same on all ranks, use"
-                " Join(..., hand_over_ignored=True)."
+                f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all), which may"
+                ' belong to one rank, as an expert does. With Join(..., placeholder="last") finished ranks run the step'
+                " themselves: see docs/spread.md. If these parameters are the same on all ranks, use Join(...,"
+                " hand_over_ignored=True)."
             )
 
     def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:
@@ -117,9 +116,8 @@ class Backwards:
         if {*self._members.global_ranks} - {*group}:
             raise UnsupportedError(
                 f"{zeros} {'have' if len(joined) > 1 else 'has'} joined, and other ranks of it have not: those would go"
-                " on with zeros in place of keys, values or other activations. Ranks that compute a batch together"
-                " (context or tensor parallelism) must run out at the same step: give all of them the same batches, and"
-                " a mesh with named dimensions."
+                " on with zeros in place of keys, values or other activations. Ranks that compute a batch together must"
+                " run out at the same step: give all of them the same batches, and a mesh with named dimensions."
             )
         if "gather" in self._warned:
             return
@@ -186,9 +184,9 @@ class Backwards:
         if any(model.will_accumulate for model in self._tail_log.models()):
             return self._members.loss_factor
         raise UnsupportedError(
-            "A collective in a backward that does not come to the model's parameters (torch.autograd.grad; gradients of"
-            f" detached outputs) under {self.weighting}: what it mixes is weighted by what ranks' batches count only"
-            " later. Use weighting='world' with a loss that weighs samples itself, or one backward."
+            "A collective in a backward that does not reach the model's parameters (torch.autograd.grad, detached"
+            f" outputs) under {self.weighting}: its gradients have no weight yet. Use weighting='world' with a loss"
+            " that weighs samples itself, or one backward."
         )
 
 
@@ -197,8 +195,7 @@ def late(operation: str) -> UnsupportedError:
     return UnsupportedError(
         f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
         " some ranks have joined: those may have gone through the whole backward already. Set backward_collectives=True"
-        " (of Join, or of the strategy), so that they follow every backward piece by piece, or use a collective on"
-        " detached tensors in the forward pass."
+        " (of Join, or of the strategy), or use a collective on detached tensors in the forward pass."
     )
 
 
@@ -226,10 +223,9 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
         return True
     where = "" if is_adjoint else ", in a hook,"
     raise UnsupportedError(
-        f"{operation} in backward{where} under {weighting}: each rank's gradients are weighted by what its batch counts"
-        " only where they reach the parameters, and what this mixes or compares has no weight yet. Only sums and moves"
-        " of gradients in the backward of an autograd function are weighted. Use weighting='world' with a loss that"
-        " weighs samples itself."
+        f"{operation} in backward{where} under {weighting}: gradients are weighted only where they reach the"
+        " parameters, and what this mixes or compares has no weight yet. Only sums and moves of gradients in the"
+        " backward of an autograd function are weighted. Use weighting='world' with a loss that weighs samples itself."
     )
 
 

@@ -73,10 +73,9 @@ class Parting:
         inner = " A forward of a DDP model with buffers takes all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
             f"Rank {self._members.name} came to {operation} after its last batch, and {others} went on to the next step"
-            " without it, so nobody would meet. A loop by iter() and next() that has taken its last batch goes on until"
-            " it is asked for another one: loop with `for`, leave the loop by `break`, or ask for its end, by"
-            " next(iterator, None), before you do anything that other ranks take part in. If it belongs to the step, do"
-            f" it at the same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
+            " without it, so nobody would meet. A loop by iter() and next() ends only when it is asked for one more"
+            " batch: use `for`, or call next(iterator, None) first. If the call belongs to the step, make it at the"
+            f" same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
         )
 
     def before_backward(self, syncs: bool) -> None:
@@ -95,8 +94,8 @@ class Parting:
         mine, theirs = ways if syncs else ways[::-1]
         raise JoinError(
             f"Rank {rank}'s last backward in this loop {mine}, and that of rank {other} in the same step {theirs}:"
-            " nobody would meet. A usual cause is to sync on a rank's own last batch (`if i + 1 == len(loader)`), which"
-            " ranks reach at different steps. Sync at steps that are the same on all ranks: `(step + 1) % k == 0`."
+            " nobody would meet. Usually a rank syncs on its own last batch (`if i + 1 == len(loader)`). Sync at steps"
+            " that are the same on all ranks: `(step + 1) % k == 0`."
         )
 
     def _unlike(self, says: bool, waits: bool = True) -> list[int]:

@@ -171,10 +171,10 @@ class CollectiveTap:
             self._joined(-1)  # a loop that was left is finished first, and nobody listens after that
         if self.installed:
             raise UnsupportedError(
-                "A CUDA graph is captured or replayed (by torch.cuda.graph, make_graphed_callables, or torch.compile"
-                " with mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under"
-                " weighting='samples' or by a function: nothing tells of the collectives in it, and no hook weighs its"
-                " gradients. Use another mode, or run without graphs."
+                "A CUDA graph is captured or replayed (by torch.cuda.graph, or torch.compile with"
+                " mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under a weighting that"
+                " counts: its collectives cannot be seen, nor its gradients weighted. Use another mode, or run without"
+                " graphs."
             )
 
     def _is_ours(self) -> bool:

@@ -64,12 +64,7 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
         who: Who of these does what.
     """
     return JoinTimeoutError(
-        f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a dataloader"
-        " that takes longer than the timeout (raise `timeout`); a `break` at different steps, or something done"
-        " with others every so many steps, by a counter of a rank's own, which is lower where a rank has run out of"
-        " batches (give the counter to Join too, in an object with state_dict and load_state_dict; may_break=True"
-        " for a `break`); batches that one rank leaves out, by `continue` or in a generator around the loop (leave"
-        " them out within: join.batches(good(loader))); something done with others after a loop by iter() and"
-        " next() that has not been asked for its end; a step that only some ranks run. py-spy dump tells what these"
-        " ranks are doing."
+        f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a loader that takes"
+        " longer than `timeout`; a `break` at different steps; a `continue`, or a joint operation, at a step that each"
+        " rank counts by itself. docs/hangs.md has the remedy for each; py-spy dump shows where the ranks are."
     )

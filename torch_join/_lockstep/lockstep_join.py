@@ -198,9 +198,8 @@ class LockstepJoin(Lockstep):
             what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
                 f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
-                " rank's (of SyncBatchNorm, of all_gather(sync_grads=True), or of a loss over all ranks' outputs)."
-                " Return a loss of zero that depends on what the others' losses do (`0.0 * loss`), or leave such"
-                " batches out of the dataloader."
+                " rank's (of SyncBatchNorm, of all_gather(sync_grads=True)). Return a loss of zero that depends on the"
+                " same tensors (`0.0 * loss`), or leave such batches out of the dataloader."
             )
         if not self._syncs:
             return output

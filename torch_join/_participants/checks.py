@@ -32,9 +32,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     if what := _sharded_elsewhere(thing, modules):
         raise UnsupportedError(
             f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
-            " joined: zeros in their place would be wrong. Of DeepSpeed give Join the engine, and its optimizer only"
-            " beside that; else use fully_shard, FullyShardedDataParallel or ZeroRedundancyOptimizer, or leave Join out"
-            " and give every rank the same number of batches."
+            " joined. With DeepSpeed, give Join the engine; else use fully_shard, FullyShardedDataParallel or"
+            " ZeroRedundancyOptimizer, or leave Join out and give every rank the same number of batches."
         )
     if isinstance(thing, nn.DataParallel):
         raise UnsupportedError(
@@ -45,18 +44,16 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
     if averages_later or isinstance(thing, local_sgd):
         raise UnsupportedError(
-            f"{name} is trained by post-local SGD: each rank trains parameters of its own for some steps, which are"
-            " then averaged over all ranks, and a rank that has joined has stopped training its own. Average the"
-            " gradients in each step (leave the hook and PostLocalSGDOptimizer out), or give every rank the same number"
-            " of batches and leave Join out."
+            f"{name} is trained by post-local SGD: each rank trains its own parameters for some steps before they are"
+            " averaged, and a rank that has joined no longer trains its own. Average the gradients in each step (leave"
+            " the hook and PostLocalSGDOptimizer out), or leave Join out."
         )
     for module in modules:
         if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
             raise UnsupportedError(
-                f"{name} holds a DistributedDataParallel model that was not given to Join, so that nobody would"
-                " announce what it does. Give Join the DistributedDataParallel itself; the loop may go on calling it"
-                f" through {name} (torch.compile's, for example). What only keeps a copy, such as an AveragedModel,"
-                " takes the inner model: `ddp.module`."
+                f"{name} holds a DistributedDataParallel model that was not given to Join, so nobody would announce"
+                f" what it does. Give Join the DistributedDataParallel itself, and go on calling it through {name}. An"
+                " object that only keeps a copy, such as an AveragedModel, takes the inner model: `ddp.module`."
             )
 
 

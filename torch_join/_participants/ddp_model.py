@@ -204,9 +204,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             raise JoinError(
                 f"Rank {self.members.name} has caught an exception that ended a backward of"
                 f" {type(self.ddp.module).__name__} (out of memory, for example), and goes on. DDP had averaged a part"
-                " of its gradients, and the other ranks wait for the rest: no rank can leave out that step, or repeat"
-                " it, alone. Let the exception pass, and avoid what led to it: smaller batches, or a check of the batch"
-                " before its forward."
+                " of its gradients, and the other ranks wait for the rest: one rank alone can neither skip nor repeat"
+                " that step. Let the exception pass, and avoid its cause: use smaller batches."
             ) from error
 
     def check_backward_ended(self) -> None:

@@ -255,9 +255,9 @@ class WeighedLosses:
             return None
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
-                "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN), which would"
-                " reach all ranks through what they compute together: the placeholder has a NaN in it, or the loss"
-                " divides by how much in it is not masked. Return other values, or divide by `max(count, 1)`."
+                "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN) and would reach"
+                " all ranks: the placeholder has a NaN in it, or the loss divides by how much in it is not masked."
+                " Return other values, or divide by `max(count, 1)`."
             )
         return finite(gradient) if not self.joined and self.factor == 0 else None
 
@@ -308,10 +308,9 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
 
 def _ahead(step: int) -> JoinError:
     return JoinError(
-        f"The batch of step {step} was asked for before the backward of the one before it (by a prefetcher around the"
-        " loop, or between forward and backward), so that nobody can tell what its loss counts. Put what reads ahead,"
-        " or leaves the first batches out, inside: join.batches(prefetcher(loader)). And ask for the next batch after"
-        " the backward, of which each has one step's losses."
+        f"The batch of step {step} was asked for before the backward of the previous one, as by a prefetcher around the"
+        " loop, so nobody can tell what its loss counts. Put the prefetcher inside: join.batches(prefetcher(loader))."
+        " Ask for the next batch after the backward."
     )
 
 

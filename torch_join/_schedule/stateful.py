@@ -143,9 +143,9 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
         else:
             raise UnsupportedError(
                 f"The {type(loader.dataset).__name__} of a train dataloader was resumed inside of an epoch, and would"
-                f" begin there in the next epoch too, since its own is still {now}. Call `set_epoch(epoch)` of the"
-                " dataset before each epoch (in Lightning, with `self.current_epoch`, in `on_train_start` and in"
-                " `on_train_epoch_start`), or resume from a checkpoint of an epoch's end."
+                f" start there in the next epoch too, since its own is still {now}. Call `set_epoch(epoch)` of the"
+                " dataset before each epoch (in Lightning in `on_train_start` and `on_train_epoch_start`), or resume"
+                " from a checkpoint of an epoch's end."
             )
 
 

@@ -86,12 +86,11 @@ class FirstIteration:
             return
         where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         raise JoinError(
-            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets in all others,"
-            f" and the ranks do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got"
-            f" {mine[where]} on this rank and {theirs[where]} on another. A rank that has no batch in the first"
-            " iteration takes every parameter for used once. Give each rank a batch in the first iteration, freeze"
-            " parameters that are never used before wrapping the model (requires_grad_(False)), or use"
-            " static_graph=False with find_unused_parameters=True."
+            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets, and the ranks"
+            f" do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on"
+            f" this rank and {theirs[where]} on another. A rank without a batch there takes every parameter for used"
+            " once. Give each rank a batch in the first iteration, or use static_graph=False with"
+            " find_unused_parameters=True."
         )
 
     def _times(self) -> list[int]:

@@ -109,9 +109,8 @@ class Agreement:
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
-            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step. So"
-            " must they Accelerate's save_state with sharded models, with save_on_each_node, with"
-            " automatic_checkpoint_naming, and where the main process has run out of batches."
+            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step;"
+            " Accelerate's save_state too, with sharded models or save_on_each_node."
         )
 
 

@@ -211,10 +211,9 @@ class Attendance(Driver):
         if not self._steps_elsewhere:
             return
         raise JoinError(
-            f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps (a"
-            f" prefetcher, a queue that is filled in the background), and {name_ranks(self.members.joined_names)} ran"
-            " out of batches: nobody can tell which step a batch is for. Put the thread inside: give join.batches what"
-            " takes the batches out of the queue, `join.batches(prefetcher(loader))`."
+            f"Rank {self.members.name} goes through join.batches in another thread than the one that runs its steps, as"
+            f" a background prefetcher does, and {name_ranks(self.members.joined_names)} ran out of batches: nobody can"
+            " tell which step a batch is for. Put the thread inside: `join.batches(prefetcher(loader))`."
         )
 
     # ------------------------------------------------------------ the end of a loop

@@ -64,10 +64,9 @@ def leave(driver: object) -> None:
 def nested() -> JoinError:
     """Return the error of a loop inside another."""
     return JoinError(
-        "A loop over join.batches was begun inside another one, or while another one that was left by `break` is still"
-        " held in a variable (a progress bar, for example): ranks that have joined cannot follow. Close it (`del` it),"
-        " begin one after the other has ended (evaluate between the epochs), or loop over both at once:"
-        " join.batches(zip(a, b))."
+        "A loop over join.batches was begun inside another one, or while a variable (a progress bar, for example) still"
+        " holds another one that was left by `break`: ranks that have joined cannot follow. `del` it, start one after"
+        " the other has ended, or loop over both at once: join.batches(zip(a, b))."
     )
 
 
@@ -105,9 +104,8 @@ def late_backward(rank: int) -> JoinError:
     """Return the error of the backward of a forward in a loop that has ended on all ranks."""
     return JoinError(
         f"Rank {rank} runs the backward of a forward in a loop over join.batches that has ended on all ranks, of which"
-        " some ran out of batches before others. These have taken part, with nothing, in the backwards that followed,"
-        " so that this one no longer comes together with the others' batches of the same step. Run a batch's backward"
-        " before the next batch is asked for."
+        " some ran out of batches before others. The other ranks have gone on, so this backward would be averaged with"
+        " those of later steps. Run a batch's backward before you ask for the next batch."
     )
 
 
@@ -115,9 +113,7 @@ def read_ahead(rank: int) -> JoinError:
     """Return the error of a backward after the end of a loop that was asked for a second batch before any forward."""
     return JoinError(
         f"Rank {rank} runs a backward after the end of a loop over join.batches that asks for a batch before the model"
-        " has seen the one before it (a prefetcher, a look at whether this is the last batch, windows of several"
-        " batches): its last batches would be trained after all ranks have ended that loop, and no longer with the"
-        " others' batches of the same step. Put what reads ahead inside: join.batches(prefetcher(loader)), in"
-        " Accelerate join_batches(prefetcher(loader)), in Fabric fabric.strategy.batches(prefetcher(loader)). A"
-        " backward that is none of that loop's belongs into a loop of its own over join.batches."
+        " has seen the previous one, as a prefetcher does. Its last batches would no longer be trained together with"
+        " the others' batches of the same step. Put the prefetcher inside: join.batches(prefetcher(loader)), in Fabric"
+        " fabric.strategy.batches(prefetcher(loader))."
     )

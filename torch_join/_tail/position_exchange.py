@@ -105,8 +105,8 @@ class _AbsenceWatch:
         if again := gone & self._before:
             raise JoinError(
                 f"{self._name} was called on rank {self._members.name} and not on"
-                f" {name_ranks(self._members.named(again))}, which went on without it. It brings together what all"
-                " ranks have trained on: call it on all of them at the same step, and write the file on one"
-                " (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
+                f" {name_ranks(self._members.named(again))}, which went on without it. Call it on all of them at the"
+                " same step, and write the file on one (`state = join.state_dict()`, then `if rank =="
+                " min(join.active_ranks): torch.save(...)`)."
             )
         self._before = gone

@@ -313,8 +313,8 @@ class LoaderWatch:
                 raise JoinError(
                     f"The loader of rank {self._members.global_ranks[rank]} is in a collective (of torch.distributed)"
                     f" for its batch {step}, and waits for rank {self._members.name}, which has run out of batches and"
-                    " comes to none. Do what the ranks' loaders have in common before the loop, or in its body, where"
-                    " ranks that have run out of batches follow it."
+                    " comes to none. Move it before the loop, or into its body, where ranks that have run out of"
+                    " batches follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
         self._asks_at = time.monotonic() + self._pause

@@ -267,10 +267,10 @@ class Tail:
         if not is_ddps and members.count is not None:
             if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):
                 raise UnsupportedError(
-                    f"A collective in backward of a sharded model under {name_of(members.weighting)}: each rank's"
-                    " gradients are weighted by what its batch counts where they reach the parameters, and by then"
-                    " those of other ranks are mixed into them. Use weighting='world' with a loss that weighs samples"
-                    " itself, or a collective on detached tensors in the forward pass."
+                    f"A collective in backward of a sharded model under {name_of(members.weighting)}: gradients are"
+                    " weighted where they reach the parameters, when other ranks' are mixed into them already. Use"
+                    " weighting='world' with a loss that weighs samples itself, or a collective on detached tensors in"
+                    " the forward pass."
                 )
             if members.loss_factor == 0:
                 raise UnsupportedError(

@@ -192,7 +192,7 @@ def test_all_say_why_one_cannot_be_connected(workers: Workers) -> None:
     for text in workers.run(3, open_where_one_cannot, "abc"):
         assert text.startswith("The ranks cannot be connected to each other")
         assert "rank 1: its parent in the tree cannot be reached, at " in text
-        assert "let TCP connections through" in text
+        assert "Allow TCP connections" in text
         assert "name one on each in GLOO_SOCKET_IFNAME" in text
 
 

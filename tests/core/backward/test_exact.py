@@ -68,7 +68,7 @@ def test_parameters_are_those_of_one_process(
     program = Program(lengths, weighting=weighting, options=frozenset(options), ddp=dict(wrapper))
     if loses_hooks(program) and (weighting == "samples" or len({*lengths}) > 1):
         for outcome in workers.outcomes(program.world_size, train, program, timeout=3.0):
-            assert "has lost the hooks of a parameter" in outcome.error, outcome
+            assert "has lost the hooks by which Join weighs" in outcome.error, outcome
     else:
         assert_exact(program, workers.run(program.world_size, train, program))
 

@@ -74,7 +74,7 @@ def weighted(rank: int, name: str) -> None:
     ("name", "says"),
     [
         ("hooked", "all_reduce in backward, in a hook, under weighting='samples'"),
-        ("detached", "a backward that does not come to the model's parameters"),
+        ("detached", "a backward that does not reach the model's parameters"),
         ("largest", "all_reduce in backward under weighting='samples'"),
     ],
 )

@@ -331,7 +331,7 @@ def leave_a_share_out(rank: int) -> None:
 
 def test_a_share_that_no_active_rank_syncs(workers: Workers) -> None:
     for outcome in workers.outcomes(2, leave_a_share_out, deadline=180.0, timeout=20.0):
-        with pytest.raises(RuntimeError, match="share would be lost"):
+        with pytest.raises(RuntimeError, match="would lose this rank's share"):
             raise RuntimeError(outcome.error)
 
 

@@ -198,7 +198,7 @@ def test_a_stream_that_would_repeat_what_it_was_resumed_with_raises(workers: Wor
     for whole, *resumed in workers.run(2, whole_and_resumed, run, "hugging-forgets", str(tmp_path), names, {}):
         for message in resumed[:2]:
             assert "The EpochStream of a train dataloader was resumed inside of an epoch" in message
-            assert "Call `set_epoch(epoch)` of the dataset before each epoch (in Lightning, with" in message
+            assert "Call `set_epoch(epoch)` of the dataset before each epoch (in Lightning in" in message
         # Where no epoch follows one that is resumed, nothing is repeated.
         assert resumed[2] == [it for it in whole if it[0] == 2]
         assert resumed[3] == [it for it in whole if it[:2] >= (2, 3)]

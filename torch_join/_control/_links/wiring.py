@@ -98,11 +98,10 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         set_up.problem = problem
         if problems := [text for text in set_up.exchange(problem, of=str) if text]:
             raise UnsupportedError(
-                "The ranks cannot be connected to each other, over which they tell who has a batch:"
-                f" {'; '.join(problems[:3])}."
-                " Between any two hosts let TCP connections through, to ports of the system's choice (net.ipv4."
-                "ip_local_port_range), as gloo needs them too. If hosts have several networks, name one on each in"
-                f" {_INTERFACE} (the interface's name, as `ip addr` shows it)."
+                f"The ranks cannot be connected to each other: {'; '.join(problems[:3])}. Allow TCP connections between"
+                " any two hosts, to ports that the system chooses (net.ipv4.ip_local_port_range); gloo needs them too."
+                f" If hosts have several networks, name one on each in {_INTERFACE} (the interface's name, as `ip addr`"
+                " shows it)."
             )
         assert tree is not None
         return tree

@@ -187,11 +187,11 @@ class Gradients:
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
             raise JoinError(
-                "A gradient was changed by hand since the last backward (clipping, scaling, noise) and not cleared"
-                f" before the next one accumulates into it (parameter {where}, of shape"
-                f" {tuple(self.parameters[where].shape)}), while ranks {members.joined_names} have joined: they"
-                " cannot know of the change. Call zero_grad() after each optimizer step, or change gradients only"
-                " right before it. (Activation checkpointing with use_reentrant=True looks the same: use False.)"
+                "A gradient was changed by hand since the last backward, as by clipping, and the next one accumulates"
+                f" into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}): ranks"
+                f" {members.joined_names}, which have joined, cannot know of the change. Call zero_grad() after each"
+                " optimizer step, or change gradients only right before it. (Checkpointing with use_reentrant=True"
+                " looks the same: use False.)"
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
@@ -264,10 +264,10 @@ class Gradients:
             )
             raise JoinError(
                 f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
-                " no longer the average that this rank got too, and the next backward accumulates into it."
-                f"{between if joined_amid else ' It'} was changed by hand (through `.data` or GradScaler.unscale_, for"
-                " example), which ranks that have joined cannot know. Call zero_grad() after each optimizer step, or"
-                " change gradients only right before it."
+                " no longer the average that this rank got, and the next backward accumulates into"
+                f" it.{between if joined_amid else ' It'} was changed by hand, as GradScaler.unscale_ does, and joined"
+                " ranks cannot know of it. Call zero_grad() after each optimizer step, or change gradients only right"
+                " before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:
@@ -281,8 +281,7 @@ class Gradients:
                 raise JoinError(
                     f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was changed by hand while it"
                     " was accumulated, and the loop has ended before it was averaged. This rank had joined and holds a"
-                    " share of it, which it cannot change alike. Change gradients only right before the optimizer's"
-                    " step."
+                    " share of it. Change gradients only right before the optimizer's step."
                 )
 
     def holds(self, tensor: Tensor) -> bool:
@@ -320,12 +319,10 @@ class Gradients:
             JoinError: Always.
         """
         raise JoinError(
-            "This rank has joined while it holds a gradient that no sync has averaged yet (parameter"
-            f" {index}, of shape {tuple(self.parameters[index].shape)}), and no active rank can tell whether such"
-            " gradients have been cleared since: the active rank has none, or zeros, before and now (a backward"
-            " that was skipped, a batch that is masked out), and this loop has not shown that it clears by the"
-            " zero_grad() of a given optimizer. Give Join the optimizer and call its zero_grad() at the begin of each"
-            " accumulation, or run a backward in each of its steps."
+            f"This rank has joined while it holds a gradient that no sync has averaged yet (parameter {index}, of shape"
+            f" {tuple(self.parameters[index].shape)}), and no active rank can tell whether such gradients have been"
+            " cleared since. Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run"
+            " a backward in each of its steps."
         )
 
 

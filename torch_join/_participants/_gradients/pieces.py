@@ -74,8 +74,8 @@ class Pieces:
         if len(models) > 1 and self._delays:
             raise UnsupportedError(
                 "The first iteration of a model with static_graph=True, of several models, has collectives in backward"
-                " while some ranks have joined: DDP averages that model's gradients at the end of backward, in an order"
-                " that these cannot follow. Give each rank a batch in the first iteration, or use static_graph=False."
+                " while some ranks have joined, which cannot follow DDP's order there. Give each rank a batch in the"
+                " first iteration, or use static_graph=False."
             )
         self.under_way, self._came = True, self._shadow.unreached()
         _compat.after_backward(lambda: self._end(ended))
@@ -89,9 +89,8 @@ class Pieces:
         if not in_nested_backward():
             return
         raise UnsupportedError(
-            "Reentrant activation checkpointing, or a loss that runs backwards of its own (GradCache), together with"
-            " collectives in backward (of SyncBatchNorm, of a loss over all ranks' outputs, of DDP in each of these),"
-            " while some ranks have joined: it runs backwards inside of the backward, which these cannot follow. Use"
+            "Reentrant activation checkpointing, or a loss that runs backwards of its own (GradCache), with collectives"
+            " in backward while some ranks have joined: they cannot follow a backward inside a backward. Use"
             " checkpointing with use_reentrant=False, and compute such a loss in one part."
         )
 

@@ -111,6 +111,6 @@ class SecondBackward:
             raise JoinError(
                 f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) to which"
                 " two backwards through one forward of a DistributedDataParallel model have added. DDP averages only"
-                " the first, so the ranks would drift apart, also without Join. Add the losses and run one backward:"
-                " (loss1 + loss2).backward(); or run a forward for each backward."
+                " the first, so the ranks would drift apart, also without Join. Run one backward, (loss1 +"
+                " loss2).backward(), or a forward for each."
             )

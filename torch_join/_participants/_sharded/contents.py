@@ -83,9 +83,9 @@ class Contents:
     def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
             f"The sharded parameters were changed outside of the optimizer's step (parameter {where} of this rank's"
-            " shards: clipping or projecting weights, a teacher that follows, weights that are swapped, loading a"
-            f" state, an optimizer that was not given to Join), while ranks {list(joined)} have joined: they own a part"
-            " of these parameters and cannot know of it. Do it after the loop, or give Join the optimizer that does it."
+            f" shards), as by clipping weights or loading a state, while ranks {list(joined)} have joined: they own a"
+            " part of these parameters and cannot know of it. Do it after the loop, or give Join the optimizer that"
+            " does it."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
@@ -116,5 +116,5 @@ def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
         raise JoinError(
             f"The state of {type(optimizer).__name__} was changed outside of its step (cleared, scaled or loaded, or a"
             f" parameter came to another group), while ranks {list(joined)} have joined: they step a part of the"
-            " sharded parameters themselves, with a state that they have kept. Do it after the loop."
+            " sharded parameters with their own state. Do it after the loop."
         )

@@ -102,8 +102,7 @@ class ShardedModelParticipant(Participant, LoopModel):
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} that no sync has averaged yet was cleared or"
                     f" changed by hand, while ranks {list(self.members.joined_names)} have joined: they hold a share of"
-                    " it and cannot know of it. (FSDP lets zero_grad() reach it only as long as a module is whole.)"
-                    " Clear gradients after a backward that syncs, or let each backward sync."
+                    " it and cannot know of it. Clear gradients after a backward that syncs, or let each backward sync."
                 )
 
     @property
@@ -174,9 +173,8 @@ class ShardedModelParticipant(Participant, LoopModel):
             if unit.is_bypassed:
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
-                    " in the place of the one that FullyShardedDataParallel has put there, while ranks"
-                    f" {list(self.members.joined_names)} have joined: they cannot know of it. Change none there, or all"
-                    " of them by zero_grad()."
+                    f" in the place of FullyShardedDataParallel's, while ranks {list(self.members.joined_names)} have"
+                    " joined: they cannot know of it. Change none there, or all of them by zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:
@@ -224,9 +222,9 @@ class ShardedModelParticipant(Participant, LoopModel):
             if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
                     f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
-                    " has averaged yet, and the backward that has just synced did not come to that module on any active"
-                    " rank: FSDP leaves it out there, and this rank's share would be lost. Use the same modules in all"
-                    " micro-batches of an accumulation, or end it with the loop."
+                    " has averaged yet, and on no active rank did the backward that has just synced come to that"
+                    " module: FSDP would lose this rank's share. Use the same modules in all micro-batches of an"
+                    " accumulation, or end it with the loop."
                 )
 
     # ------------------------------------------------------------ at the end

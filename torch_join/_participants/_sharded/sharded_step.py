@@ -49,8 +49,8 @@ class ShardedStepParticipant(Participant):
         if other:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first of"
-                f" shape {tuple(other[0].shape)}). A rank that has joined steps its shards itself, but gets replicated"
-                " parameters from another rank at the end. Give them an optimizer each, and Join every model."
+                f" shape {tuple(other[0].shape)}). A joined rank steps its shards itself, but gets replicated"
+                " parameters at the end. Give them an optimizer each, and Join every model."
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._scales = False  # whether the step that is under way scales the gradients itself

@@ -199,9 +199,8 @@ class HookDriver(Driver):
     def _refuse(self, index: int, kind: str) -> JoinError:
         error = JoinError(
             f"torch's Join has no place in this step for what {self._owners[index]} does ({kind}): a step is a forward"
-            " of the first model, then at most one backward and one optimizer step, and those who have joined"
-            f" ({name_ranks(self.members.joined_names)}) take part in no more. Use torch_join.Join, which has no such"
-            " limit."
+            " of the first model, then at most one backward and one optimizer step;"
+            f" {name_ranks(self.members.joined_names)} joined. Use torch_join.Join, which has no such limit."
         )
         self._word(_MORE)  # the joined ranks take it for the count, and hear of the error as they meet
         # Not before that: one that still waits for a record would leave, and who waits for it here hears nothing.

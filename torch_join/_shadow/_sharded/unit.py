@@ -150,9 +150,8 @@ def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
     """Return the error of a joined rank whose unit is in another state than the active ranks'."""
     return JoinError(
         f"The parameters of {name or 'the root module'} are {mine} on this rank, which has joined, and {theirs} on the"
-        " active ranks: one of them has gathered or resharded them outside of what all ranks do (a forward, unshard()"
-        " or summon_full_params() on one rank alone; or the rank has joined between a forward and its backward"
-        " under reshard_after_forward=<int>). Do so on all ranks, before the loop."
+        " active ranks: one rank has gathered or resharded them outside of the common step, by a forward, unshard() or"
+        " summon_full_params() of its own. Do it on all ranks, before the loop."
     )
 
 

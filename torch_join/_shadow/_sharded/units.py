@@ -50,8 +50,8 @@ def units_of(model: nn.Module) -> list[Unit]:
         if parameter.requires_grad and id(parameter) not in known:
             raise UnsupportedError(
                 f"{name} is trained and belongs to nothing that FSDP shards (ignored_params, a module outside of it),"
-                " so nobody averages its gradient, and a rank that has joined could not step it. Shard it, freeze it,"
-                " or put it in a DistributedDataParallel model of its own. If it is an expert of this rank's own, use"
-                ' Join(..., placeholder="last"): see docs/spread.md.'
+                " so nobody averages its gradient. Shard it, freeze it, or put it in a DistributedDataParallel model of"
+                ' its own. If it is an expert of this rank\'s own, use Join(..., placeholder="last"): see'
+                " docs/spread.md."
             )
     return units
