@@ -22,6 +22,7 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.nesting import read_ahead
+from torch_join._tail.reader import Unbegun
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -65,11 +66,21 @@ class Loop(Generic[T]):
                     " fabric.launch(), or make the Accelerator, before the loop, and destroy the group after it."
                 )
             _end_at_exit()
-            _unbegun.append((ref(dist.group.WORLD), self))
-        return self._go_through()
+            ticket = _unbegun.setdefault(self.owner, Unbegun()).add(
+                partial(self._go_through_unasked, ref(dist.group.WORLD))
+            )
+        return self._go_through(ticket if self.distributed else None)
 
-    def _go_through(self) -> Iterator[T]:
-        _begin_unasked(self.owner, until=self)
+    def _go_through_unasked(self, world: Callable[[], object]) -> Iterator[T]:
+        """Go through a loop that others are in, and that here nobody has asked for a batch: a rank may have none."""
+        if world() is dist.group.WORLD:
+            with self.new_context() as driver:
+                driver.asks = False
+                yield from self.batches(driver, self.loader)
+
+    def _go_through(self, ticket: object) -> Iterator[T]:
+        if ticket is not None:
+            _unbegun[self.owner].begin(ticket)
         finish(self.owner, also_held=True)
         context = self.new_context()
         driver = context.__enter__()
@@ -115,25 +126,10 @@ class Loop(Generic[T]):
         return reader is not None and reader.has_next()
 
 
-# Those that have an iterator that has not been asked for a batch yet, in order, and of which world.
-_unbegun: list[tuple[ref[Any], Loop[Any]]] = []
+# By owner, those that have an iterator that has not been asked for a batch yet.
+_unbegun: WeakKeyDictionary[Any, Unbegun] = WeakKeyDictionary()
 # The loops whose context is open. Until it ends, Accelerate's functions are replaced by ones that hold it.
 _loops: dict[Hashable, Loop[Any]] = {}
-
-
-def _begin_unasked(owner: Hashable, until: Loop[Any] | None = None) -> None:
-    """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
-    mine = [(world, loop) for world, loop in _unbegun if loop.owner is owner]
-    if until is not None:
-        ends = next((index for index, (_, loop) in enumerate(mine) if loop is until), -1)
-        mine = mine[: ends + 1]
-    _unbegun[:] = [one for one in _unbegun if one not in mine]
-    for world, loop in mine:
-        if loop is not until and world() is dist.group.WORLD:
-            with loop.new_context() as driver:
-                driver.asks = False
-                for _ in loop.batches(driver, loop.loader):
-                    pass
 
 
 def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bool:
@@ -152,8 +148,8 @@ def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bo
     if loop is not None and found:
         # At the end, in a `finally`, the others hear best what it was; elsewhere an error that is handled is none.
         loop.leave(error if at_end and error is not loop.handled else None)
-    if at_end and error is None:
-        _begin_unasked(owner)
+    if at_end and error is None and owner in _unbegun:
+        _unbegun[owner].begin_all()
     return found
 
 
@@ -292,8 +288,8 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
             )
         attempt(partial(loop.leave, error))
     if error is None:
-        for owner in [loop.owner for _, loop in _unbegun]:
-            attempt(partial(_begin_unasked, owner))
+        for unbegun in list(_unbegun.values()):
+            attempt(unbegun.begin_all)
         for owner in list(_ending):
             attempt(partial(end, owner))
     return problems
