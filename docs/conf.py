@@ -15,6 +15,7 @@ version = release = __version__
 extensions = [
     "error_messages",
     "markdown_docstrings",
+    "private_names",
     "walk_diagrams",
     "myst_parser",
     "sphinx.ext.autodoc",
