@@ -433,7 +433,7 @@ class Run:
         if num_items is not None:
             if weighting in ("active", "samples"):
                 raise UnsupportedError(
-                    f"weighting={weighting}: {type(trainer).__name__} already divides the loss by the number of items"
+                    f"weighting={weighting!r}: {type(trainer).__name__} already divides the loss by the number of items"
                     " in all ranks' batches (num_items_in_batch). Use weighting='world', or a function that counts a"
                     " batch in Trainer's place. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
                     " False on the trainer."
