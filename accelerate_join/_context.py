@@ -168,23 +168,8 @@ def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """Accelerate's, with `join_uneven_inputs` replaced, and `join_batches` added."""
 
-    @renamed("heartbeat", "may_break")
-    def join_uneven_inputs(
-        self,
-        joinables: Any = None,
-        even_batches: bool | None = False,
-        **options: Unpack[JoinOptions],
-    ) -> AbstractContextManager[Join]:
-        """Train on uneven inputs, exactly: see `accelerate_join.join_uneven_inputs`.
-
-        Args:
-            joinables: Whatever takes part besides all that was prepared.
-            even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
-            **options: What else `torch_join.Join` takes.
-        """
-        return join_uneven_inputs(self, joinables, even_batches, **options)
-
     # The functions, with `self` as their accelerator.
+    join_uneven_inputs = join_uneven_inputs
     join_batches = join_batches
     gather_in_order = gather_in_order
 
