@@ -9,6 +9,7 @@ the strategy all four. What the strategies have in common is `_base_strategy.py`
 them. Of `torch_join` only the public names and `integration` are imported.
 """
 
+from functools import partial as _partial
 from typing import Any as _Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as _OF_FABRIC
@@ -56,19 +57,14 @@ __all__ = [
 ]
 
 
-class _OnFirstUse:
-    """A strategy of Fabric's, for its registry, which takes whatever can be called."""
+def _of_fabric(kind: str, **options: _Any) -> _Any:
+    """Return a strategy of Fabric's."""
+    from lightning_join import fabric
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, **options: _Any) -> _Any:
-        from lightning_join import fabric
-
-        return getattr(fabric, self._name)(**options)
+    return getattr(fabric, kind)(**options)
 
 
 for _kind, _name, _description, _options in _names(of_fabric=False):
     StrategyRegistry.register(_name, globals()[_kind], _description, **_options)
 for _kind, _name, _description, _options in _names(of_fabric=True):
-    _OF_FABRIC.register(_name, _OnFirstUse(_kind), _description, **_options)
+    _OF_FABRIC.register(_name, _partial(_of_fabric, _kind), _description, **_options)

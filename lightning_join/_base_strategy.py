@@ -276,19 +276,15 @@ class Joining(JoiningStrategy):
 
     @property
     def in_placeholder(self) -> bool:
-        ranks = self.step_ranks if self.all_call else None
+        ranks = self.find_step_ranks() if self.all_call else None
         return ranks is not None and self.global_rank not in ranks
 
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
+    def find_step_ranks(self) -> tuple[int, ...] | None:
         if self.evaluated_by is not None:
             return self.evaluated_by if len(self.evaluated_by) < self.world_size else None
         if self.all_call and self.join is not None and self.join.in_tail:
             return self.join.active_ranks
-        return super().step_ranks
-
-    def find_step_ranks(self) -> tuple[int, ...] | None:
-        return self.step_ranks
+        return super().find_step_ranks()
 
     @property
     def meets_over(self) -> Channel | None:
@@ -298,7 +294,7 @@ class Joining(JoiningStrategy):
     def check_backward(self, everyone: bool) -> None:
         if everyone and self.join is not None and self.join.follows_backward:
             self.join.note_gather()
-        elif self.step_ranks is not None:
+        elif self.find_step_ranks() is not None:
             raise UnsupportedError(
                 "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
                 f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
@@ -315,7 +311,7 @@ class Joining(JoiningStrategy):
         averages = is_mean(reduce_op)
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.double()
-        ranks = self.step_ranks
+        ranks = self.find_step_ranks()
         if self.in_placeholder:
             tensor = neutral(tensor, reduce_op)
         if averages and ranks is not None:

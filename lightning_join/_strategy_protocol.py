@@ -57,9 +57,8 @@ class JoiningStrategy(ParallelStrategy):
             return self.global_rank not in self.evaluated_by
         return self.join is not None and self.join.in_tail and self.join.joined
 
-    @property
-    def step_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
         return self.driver.ranks if self.driver is not None else None
 
     @contextmanager
@@ -96,11 +95,6 @@ class JoiningStrategy(ParallelStrategy):
 def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
     """Return the trainer's strategy."""
     return trainer.strategy  # type: ignore[return-value]
-
-
-def channel_of(trainer: "pl.Trainer") -> Channel:
-    """Return the channel between the ranks."""
-    return strategy_of(trainer).channel
 
 
 def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:

@@ -18,7 +18,6 @@ from lightning_join._compat import TrainingEpochLoop
 from lightning_join._logging.results import check_monitored
 from lightning_join._logging.step_values import HookLogging, drop_own_step_values
 from lightning_join._loops.fit import JoinFitLoop
-from lightning_join._loops.placeholder import Placeholder, State
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.user_code import (
     STOPPED,
@@ -48,7 +47,10 @@ class JoinEpochLoop(TrainingEpochLoop):
     when it has gone through the next forward: they have said it by then, and it waits for nobody.
     """
 
-    _placeholder: Placeholder
+    # This rank's last batch in the fit and what its `training_step` returned: what hooks get in a step without a batch.
+    _kept: tuple[Any, dict[str, Any] | None] = None, None
+    _had_batch = False  # in this fit; or another rank's stands in for one
+    _has_joined = False  # in this epoch
     _lacks_values = False  # some rank's first batch hooks run before it has logged anything
     _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
     _has_optimization_hooks = False  # it runs between a step's forward and its end
@@ -65,13 +67,9 @@ class JoinEpochLoop(TrainingEpochLoop):
     def _fit_loop(self) -> JoinFitLoop:
         return self.trainer.fit_loop  # type: ignore[return-value]
 
-    @property
-    def _progress(self) -> JoinBatchProgress:
-        return self.batch_progress  # type: ignore[return-value]
-
     def begin_fit(self) -> None:
         """Begin a fit in which this rank has not had a batch yet."""
-        self._placeholder, self._transfers = Placeholder(), False
+        self._kept, self._had_batch, self._transfers = (None, None), False, False
 
     @property
     def done(self) -> bool:
@@ -107,9 +105,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._fit_loop.start_reading(data_fetcher)
         end = data_fetcher.fill()
         requests = self._fit_loop.requests
-        self._placeholder.begin_epoch()
-        had_batch = self._placeholder.state is not State.MISSING
-        mine = (data_fetcher.said, had_batch, data_fetcher.claimed, end, requests)
+        self._has_joined = False
+        mine = (data_fetcher.said, self._had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._has_optimization_hooks = has_optimization_hooks(trainer)
@@ -182,7 +179,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         if join.plan is not None:
             data_fetcher.begin_step()
         if join.joined:
-            if self._placeholder.use():
+            if not self._has_joined:
+                self._has_joined = True
                 drop_own_step_values(self._results)
             if self._has_transfer_hooks:
                 if not join.runs_placeholders:
@@ -190,8 +188,8 @@ class JoinEpochLoop(TrainingEpochLoop):
                 skip = setting(trainer.lightning_module, _on_before_batch_transfer=_unchanged)
                 strategy.around_step.enter_context(skip)
                 strategy.around_step.enter_context(setting(trainer.precision_plugin, convert_input=_unchanged))
-            return self._placeholder.batch
-        self._placeholder.let_go()
+            return self._kept[0]
+        self._kept, self._had_batch = (None, None), True  # so that only one batch is in memory
         if self._has_transfer_hooks and not join.runs_placeholders:
             # A step of its own: these hooks run where there is a batch only, and may issue collectives.
             strategy.around_step.enter_context(join.driver.step(join.active_ranks))
@@ -204,7 +202,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             return move(*args, **kwargs)
         self._transfers = False
         join, strategy = join_of(self.trainer), strategy_of(self.trainer)
-        batch = self._placeholder.batch if join.joined else move(*args, **kwargs)
+        batch = self._kept[0] if join.joined else move(*args, **kwargs)
         if batch is None and not join.joined:
             raise UnsupportedError(
                 f"The transfer of batch {self.batch_idx + 1} to the device returned None, as a rule for a hook that"
@@ -217,7 +215,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             batch = self._share_first_batch(batch)
         if isinstance(join, PlaceholderLockstep):
             batch = join.begin_step(batch)
-        self._progress.ask(join)
+        cast(JoinBatchProgress, self.batch_progress).ask(join)
         if join.in_tail or self._may_leave:
             self._enter_hooks("on_train_batch_start", partial(self._leave_if_told, batch) if self._may_leave else None)
         return batch
@@ -232,9 +230,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         trainer: Any = self.trainer
         join, fetcher = join_of(trainer), self._fit_loop.fetcher
         if join.joined:
-            output = output if join.runs_placeholders else self._placeholder.output or output
+            output = output if join.runs_placeholders else self._kept[1] or output
         elif not (fetcher.has_more if join.plan is None else join.plan.has_batch(1)):
-            self._placeholder.keep(next(iter(kwargs.values())), output)
+            self._kept = next(iter(kwargs.values())), output
         self.batch_progress.is_last_batch = join.is_last_step  # for checkpoints from here on
         if self._lacks_values:
             self._lacks_values = False
@@ -283,7 +281,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
         if leaves:
             fetcher.drop()
-            self._placeholder.keep(batch, None)
+            self._kept = batch, None
         if ranks and join.active_ranks:
             lost = join.plan.lost if join.plan is not None else 0
             rank_zero_warn(
@@ -291,7 +289,7 @@ class JoinEpochLoop(TrainingEpochLoop):
                 f" rest of the epoch; ranks {list(join.active_ranks)} go on."
                 + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
             )
-        self._progress.ask(join)
+        cast(JoinBatchProgress, self.batch_progress).ask(join)
         return None if join.active_ranks else -1
 
     @NoStopIteration()
@@ -417,6 +415,6 @@ class JoinEpochLoop(TrainingEpochLoop):
         source = join_of(self.trainer).active_ranks[0]
         mine = move_data_to_device(batch, "cpu") if self.trainer.global_rank == source else None
         shared = strategy.broadcast(mine, source)
-        if self._placeholder.state is State.MISSING:
-            self._placeholder.use_shared(batch := move_data_to_device(shared, strategy.root_device))
+        if not self._had_batch:
+            self._kept, self._had_batch = (batch := move_data_to_device(shared, strategy.root_device), None), True
         return batch

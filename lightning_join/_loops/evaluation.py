@@ -16,7 +16,7 @@ from lightning_join._logging.results import JoinResultCollection, check_monitore
 from lightning_join._logging.step_values import drop_own_step_values
 from lightning_join._loops.evaluation_rounds import InRounds
 from lightning_join._loops.user_code import NoStopIteration, after_hook
-from lightning_join._strategy_protocol import channel_of, metrics_of, strategy_of
+from lightning_join._strategy_protocol import metrics_of, strategy_of
 
 
 class JoinEvaluationLoop(InRounds, EvaluationLoop):
@@ -76,7 +76,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         with after_hook(self.trainer.lightning_module, hook, compare):
             super()._on_evaluation_epoch_end()
         if self._is_amid_fit:
-            check_monitored(self.trainer, channel_of(self.trainer))
+            check_monitored(self.trainer, strategy_of(self.trainer).channel)
 
     def _finish_round(self) -> None:
         """Store the values of a dataloader."""

@@ -9,7 +9,7 @@ from lightning_join._compat import call_strategy_hook
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import read_in_rounds
-from lightning_join._strategy_protocol import channel_of, strategy_of
+from lightning_join._strategy_protocol import strategy_of
 from torch_join import UnsupportedError
 from torch_join.integration import StepDriver, broadcast, make_placeholder, setting, without_rows
 
@@ -203,7 +203,7 @@ class InRounds:
         return _loaders.measure(self._stage, loaders, self._limit)
 
     def _take_lengths(self: Any, mine: _loaders.Loaders) -> None:
-        self._everyone = _loaders.exchange(channel_of(self.trainer), mine)
+        self._everyone = _loaders.exchange(strategy_of(self.trainer).channel, mine)
         setattr(self, self._limits_name, list(mine.limits))
 
     def reset(self: Any) -> None:

@@ -28,7 +28,7 @@ from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.combined import states_in
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import ReadAheadFetcher
-from lightning_join._strategy_protocol import channel_of, join_of, metrics_of, rebalancing_of, strategy_of
+from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinError, JoinValueError, UnsupportedError
@@ -103,7 +103,7 @@ class JoinFitLoop(FitLoop):
         They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
         """
         self.fetcher.limit = self.trainer.limit_train_batches
-        everyone = channel_of(self.trainer).gather(self.fetcher.measure(), of=_loaders.Loaders)
+        everyone = strategy_of(self.trainer).channel.gather(self.fetcher.measure(), of=_loaders.Loaders)
         self.is_planned = any(any(each.planned) for each in everyone)
         self.set_lengths(everyone)
         return everyone
@@ -229,7 +229,7 @@ class JoinFitLoop(FitLoop):
 
     def agree_on_stop(self) -> None:
         """Stop, terminate, or have the job requeued, on all ranks if one wants to; all ranks meet."""
-        self.apply_requests(channel_of(self.trainer).barrier(notice=self.requests or None).notices)
+        self.apply_requests(strategy_of(self.trainer).channel.barrier(notice=self.requests or None).notices)
 
     def requeue(self, response: Any = None) -> Any:
         """Save a checkpoint and have SLURM start the job again; all ranks call this. Return the `response`."""
@@ -290,7 +290,7 @@ class JoinFitLoop(FitLoop):
             UnsupportedError: Some rank cannot take part.
         """
         trainer: Any = self.trainer
-        if (ranks := strategy_of(self.trainer).step_ranks) is not None:
+        if (ranks := strategy_of(self.trainer).find_step_ranks()) is not None:
             raise UnsupportedError(
                 f"A checkpoint cannot be saved inside of a step that only {name_ranks(ranks)} of {trainer.world_size}"
                 " ranks have a batch for: saving takes part of every rank. Save it from a hook of the module or of a"
@@ -360,10 +360,6 @@ class JoinFitLoop(FitLoop):
         self._record = record_in(state_dict)
 
     @property
-    def _resuming(self) -> Resuming:
-        return self.fetcher.resuming
-
-    @property
     def is_resized(self) -> bool:
         """Whether another number of ranks has made some steps of the epoch that is about to go on."""
         return self._record is not None and is_dealt_anew(self._record, self.trainer.world_size)
@@ -383,9 +379,9 @@ class JoinFitLoop(FitLoop):
         if record is not None:
             self._go_on(record, fetcher.keeper, resumes=ready > 0)
         elif states and ready > 0:
-            self._resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
+            fetcher.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
         anew = fetcher.combined_loader.flattened
-        if self._resuming.place is not None:
+        if fetcher.resuming.place is not None:
             anew = getattr(fetcher.keeper, "stateless", [])
         if ready > 0 and anew:
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
@@ -423,6 +419,6 @@ class JoinFitLoop(FitLoop):
             if is_dealt_anew(record, trainer.world_size):
                 check_limit(trainer.limit_train_batches)
         if record["step"] or not is_other:
-            self._resuming.load(
+            self.fetcher.resuming.load(
                 as_state(record, keeper, over=record["step"] > 0 and (is_over if is_other else not resumes))
             )
