@@ -89,7 +89,7 @@ class _InContext:
 
     @_after_the_loop
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        with self._operations.naming_failures(), self._operations.gathering_for_metrics():
+        with self._operations.naming_failures(), setting(self._operations, for_metrics=True):
             return super().gather_for_metrics(*args, **kwargs)  # type: ignore[misc]
 
     @_after_the_loop

@@ -29,7 +29,7 @@ class ActiveOperations:
         "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
         "gather_object": bool,
     }
-    _for_metrics = False
+    for_metrics = False  # what is gathered is, and a rank that misses some of it is told so
     _device: torch.device
     # Of a `Participant`.
     driver: Any
@@ -73,7 +73,7 @@ class ActiveOperations:
         if self.members.rank not in self.active:  # it runs a placeholder
             tensors = [tensor[:0] for tensor in tensors]
         # A rank that has joined takes part with no rows of these.
-        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self._for_metrics))
+        self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self.for_metrics))
         with self.tail_log.own_collectives():
             gathered = iter(self._gather(tensors))
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
@@ -92,7 +92,7 @@ class ActiveOperations:
         if self.are_over():
             return gather_object(data)  # type: ignore[no-any-return]
         self.before_gather("accelerator.gather_object")
-        self.announce("gather_object", self._for_metrics)
+        self.announce("gather_object", self.for_metrics)
         with self.tail_log.own_collectives():
             everyone = self._gather_object(data)
         return [item for rank in self.active for item in everyone[rank]]

@@ -21,7 +21,6 @@ from torch_join.integration import (
     is_communication_error,
     is_engine,
     own_loops,
-    setting,
     telling_failures,
 )
 
@@ -75,10 +74,6 @@ class Operations(ActiveOperations, Participant):
 
     def before_gather(self, name: str) -> None:
         self.driver.before_collective(name)
-
-    def gathering_for_metrics(self) -> AbstractContextManager[None]:
-        """Within, what is gathered is for metrics, and a rank that misses some of it is told so."""
-        return setting(self, _for_metrics=True)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Have each rank load a checkpoint; a rank that has joined does so too."""

@@ -49,7 +49,8 @@ class JoinedLoader(Generic[T]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next loop over it go on where `state_dict` was called; all ranks call this."""
-        self._joins.load_loader(self, state)
+        self._joins.check_outside("A dataloader's state was loaded")
+        self.positions.load(state)
 
     def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
         """Return what reads it in a loop."""

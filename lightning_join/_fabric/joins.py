@@ -138,14 +138,14 @@ class Joins:
         Yields:
             The `torch_join.Join` of these loops.
         """
-        self._check_outside("fabric.strategy.joining was entered")
+        self.check_outside("fabric.strategy.joining was entered")
         for loader in loaders:
             if not isinstance(_compat.unwrap_objects(loader), JoinedLoader):
                 raise JoinError(
                     f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no loop"
                     " over it serves. Give what fabric.setup_dataloaders or fabric.strategy.batches has returned."
                 )
-        join = self._new_join()
+        join = join_with(self.options, self._taking_part())
         with self._context(join):
             yield join
 
@@ -201,13 +201,13 @@ class Joins:
         self._set_up.append(thing)
 
     def setup_module(self, module: nn.Module) -> Any:
-        self._check_outside("A model was set up")
+        self.check_outside("A model was set up")
         wrapped = super().setup_module(module)  # type: ignore[misc]
         self.note_set_up(wrapped)
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._check_outside("An optimizer was set up")
+        self.check_outside("An optimizer was set up")
         found: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
         self.note_set_up(found)
         return found
@@ -250,12 +250,9 @@ class Joins:
 
     # ------------------------------------------------------------ loops
 
-    def _new_join(self) -> Join:
-        return join_with(self.options, self._taking_part())
-
     @contextmanager
     def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:
-        is_own, join = join is None, join or self._new_join()
+        is_own, join = join is None, join or join_with(self.options, self._taking_part())
         driver = driver_of(join)
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
         driver.log_epoch = self.log_own
@@ -341,7 +338,7 @@ class Joins:
             stack.enter_context(setting(self, _within=within))
             yield
 
-    def _check_outside(self, what: str) -> None:
+    def check_outside(self, what: str) -> None:
         own_loops.finish(self)
         if self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
@@ -425,11 +422,6 @@ class Joins:
         if driver is None:
             return state_of(gather_objects(joined.positions.find_place(), "The state of a loader", None), in_loop=False)
         return state_of(driver.gather_places(name, 0 if is_current else joined.number), is_current and driver.in_loop)
-
-    def load_loader(self, joined: JoinedLoader[Any], state: dict[str, Any]) -> None:
-        """Have the next loop over a loader go on where it was when a checkpoint was saved."""
-        self._check_outside("A dataloader's state was loaded")
-        joined.positions.load(state)
 
     def _find_place(self, number: int) -> LoaderPlace | None:
         joined = self._loaders.get(number)

@@ -7,7 +7,7 @@ not know of another class. With any other strategy each is what it was.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -21,7 +21,7 @@ from torch_join import UnsupportedError
 def ask_strategies() -> None:
     """Replace them."""
     for name in ("setup", "setup_module", "setup_dataloaders"):
-        setattr(Fabric, name, _noting(getattr(Fabric, name)))
+        setattr(Fabric, name, _asking(getattr(Fabric, name)))
     for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
         setattr(Fabric, name, _asking(getattr(Fabric, name), instead))
 
@@ -34,23 +34,14 @@ def pass_on_zero_grad() -> None:
     setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  it has none of its own
 
 
-def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
-        strategy: object = fabric.strategy
+        strategy, tail = cast(object, fabric.strategy), None
         if isinstance(strategy, Joins):
             strategy.fabric = fabric
-        return own(fabric, *args, **kwargs)
-
-    return method
-
-
-def _asking(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(own)
-    def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
-        strategy: object = fabric.strategy
-        tail = (strategy.find_tail() or strategy.find_placeholders()) if isinstance(strategy, Joins) else None
-        return own(fabric, *args, **kwargs) if tail is None else instead(tail, own, fabric, *args, **kwargs)
+            tail = None if instead is None else strategy.find_tail() or strategy.find_placeholders()
+        return own(fabric, *args, **kwargs) if tail is None else cast(Any, instead)(tail, own, fabric, *args, **kwargs)
 
     return method
 

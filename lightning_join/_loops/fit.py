@@ -224,7 +224,8 @@ class JoinFitLoop(FitLoop):
         """What this rank asks all ranks to do: stop, or terminate."""
         trainer: Any = self.trainer
         signals = trainer._signal_connector
-        requests = {"stop": trainer.should_stop, "sigterm": signals.signalled, "requeue": signals.asks_to_requeue}
+        requests = {"stop": trainer.should_stop, "sigterm": signals.signalled}
+        requests["requeue"] = signals.requeue_asked and not signals.requeued
         return {name: True for name, wanted in requests.items() if wanted}
 
     def agree_on_stop(self) -> None:

@@ -21,7 +21,7 @@ class JoinSignalConnector(SignalConnector):
     signalled = False  # this rank has received a SIGTERM
     agreed = False  # all ranks know that one has
     requeue_asked = False  # this rank has received SLURM's signal to requeue, or knows that another one has
-    requeued = False  # in this fit
+    requeued = False  # in this fit; ranks get the signal at different times
 
     @property
     def received_sigterm(self) -> bool:
@@ -45,10 +45,6 @@ class JoinSignalConnector(SignalConnector):
 
     def begin_fit(self) -> None:
         self.requeue_asked = self.requeued = False
-
-    @property
-    def asks_to_requeue(self) -> bool:
-        return self.requeue_asked and not self.requeued  # ranks get the signal at different times
 
     def requeue(self) -> None:
         """Save a checkpoint, and ask SLURM to start the job again, as Lightning's handler does; all ranks call this."""

@@ -82,16 +82,13 @@ class JoinPredictionWriter(BasePredictionWriter):
         part.finish([by_rank for by_rank, _ in agree(mine)])
         self._part = None
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        self._abandon()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        self._abandon()
-
-    def _abandon(self) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         if self._part is not None:
             self._part.abandon()
             self._part = None
+
+    def on_exception(self, *_: Any) -> None:
+        self.teardown()
 
 
 def read_predictions(path: str | os.PathLike[str]) -> FileRows | list[FileRows]:

@@ -135,11 +135,8 @@ def dealer_of(loader: Any) -> Dealer | None:
     if batches is None or _says_rank(batches):
         deals_out = sampler if batches is None else batches
         return Dealer(deals_out) if _says_rank(deals_out) else None
-    return Dealer(batches.sampler, batches) if _is_plain(batches) and _says_rank(batches.sampler) else None
-
-
-def _is_plain(batches: Any) -> bool:
-    return isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
+    is_plain = isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
+    return Dealer(batches.sampler, batches) if is_plain and _says_rank(batches.sampler) else None
 
 
 def _says_rank(sampler: Any) -> bool:

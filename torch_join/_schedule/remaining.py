@@ -83,7 +83,8 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     if not _reads_by_index(loader):
         with _without_seeds(loaders_in(loader) if reuses else []):
             iterator: Iterator[Any] = iter(loader)
-        return read_past(iterator, taken) if taken else _begun(iterator)
+        # The first is read here: an order may be drawn only then.
+        return read_past(iterator, taken) if taken else chain([*islice(iterator, 1)], iterator)
     rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
     loader = copy(loader)
     # `DataLoader.__setattr__` refuses these.
@@ -94,11 +95,6 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     iterator = iter(loader)
     rest.start()
     return iterator
-
-
-def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Have an order be drawn that is drawn as something is read."""
-    return chain([*islice(iterator, 1)], iterator)
 
 
 def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
