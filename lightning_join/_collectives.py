@@ -132,12 +132,10 @@ def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
         UnsupportedError: There is no such thing.
     """
     name = "sum" if is_mean(reduce_op) else str(reduce_op).lower().removeprefix("redoptype.").removeprefix("reduceop.")
-    limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else None
     values: dict[str, float] = {"sum": 0, "product": 1}
-    if limits is not None:
+    if not tensor.is_complex() and tensor.dtype != torch.bool:
+        limits = (torch.finfo if tensor.is_floating_point() else torch.iinfo)(tensor.dtype)
         values |= {"min": limits.max, "max": limits.min}
-    elif not tensor.is_complex() and tensor.dtype != torch.bool:
-        values |= {"min": torch.iinfo(tensor.dtype).max, "max": torch.iinfo(tensor.dtype).min}
     if name not in values:
         raise UnsupportedError(
             f"A reduction by {reduce_op!r} while some rank runs a placeholder, which must not count: only means, sums,"

@@ -75,7 +75,8 @@ class JoinFitLoop(FitLoop):
     def setup_data(self) -> None:
         before, trainer = self._data_fetcher, self.trainer
         # Each rank's state goes to its own dataloaders, where the epoch begins.
-        lengths = evened(self, strategy_of(trainer), self._measure, self._check_interval)
+        measure = partial(_loaders.measure, RunningStage.TRAINING, limit=trainer.limit_train_batches)
+        lengths = evened(self, strategy_of(trainer), measure, self._check_interval)
         with lengths, setting(self, _combined_loader_states_to_load=[]):
             super().setup_data()
         loader = self._combined_loader
@@ -170,9 +171,6 @@ class JoinFitLoop(FitLoop):
                 f" ({self.max_batches}). Set `limit_val_batches` to 0.0 to disable validation, or"
                 " `check_val_every_n_epoch=None` to validate based on the total training batches."
             )
-
-    def _measure(self, loaders: Sequence[Any]) -> _loaders.Loaders:
-        return _loaders.measure(RunningStage.TRAINING, loaders, self.trainer.limit_train_batches)
 
     def on_run_start(self) -> None:
         super().on_run_start()

@@ -111,9 +111,7 @@ class ManualParticipant(Participant):
             loss = precision.pre_backward(loss, module)
         self._in_backward = True
         try:
-            counts_nothing = not self.members.serves and self._lockstep.counts_nothing
-            around = self._lockstep.leaving_out() if counts_nothing else nullcontext()
-            with self._shadow.step(shadow=True) if is_nothing else around:
+            with self._shadow.step(shadow=True) if is_nothing else self._lockstep.leaving_out():
                 precision.backward(loss, module, None, *args, **kwargs)
         finally:
             self._in_backward = False

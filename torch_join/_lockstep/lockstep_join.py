@@ -11,7 +11,6 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, UnsupportedError
-from torch_join._base.weighting import finite
 from torch_join._compat import ddp as _compat
 from torch_join._compat import groups as _compat_groups
 from torch_join._compat.modules import weight_hooks
@@ -20,7 +19,7 @@ from torch_join._handover.mirror import is_known, known
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.model_participant import LockstepModelParticipant
 from torch_join._lockstep.step_driver import StepDriver
-from torch_join._participants._gradients.watch import Watch
+from torch_join._participants._gradients.watch import Watch, leaving_out
 from torch_join._participants.kinds import unsynced_models
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
@@ -235,7 +234,7 @@ class LockstepJoin(Lockstep):
         if self._syncs:
             self.driver.synced_backwards += 1
         if not (self.joined or self.no_loss):
-            with self.leaving_out() if self.counts_nothing else nullcontext():
+            with self.leaving_out():
                 self._listening_to(backward)
             self._shadow.accumulated = not self._syncs
             return True
@@ -290,21 +289,14 @@ class LockstepJoin(Lockstep):
 
             stack.enter_context(setting(self, _begin_sync=begin_sync))  # else a circle would keep the group
             stack.callback(watch.end)
-            if self.counts_nothing:
-                stack.enter_context(self.leaving_out())
+            stack.enter_context(self.leaving_out())
             watch.begin(note)
             self._listening_to(backward)
         return not came
 
-    @contextmanager
-    def leaving_out(self) -> Iterator[None]:
-        """Put around the backward of a loss of a batch that counts 0."""
-        watch = Watch(self._shadow.parameters)
-        watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
-        try:
-            yield
-        finally:
-            watch.end()
+    def leaving_out(self) -> AbstractContextManager[None]:
+        """Put around the backward of a loss, whose batch may count 0."""
+        return leaving_out(self._shadow.parameters) if self.counts_nothing else nullcontext()
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
         whole = self.in_tail and not self.joined and not self.driver.tail_log.in_pieces

@@ -33,7 +33,7 @@ from torch_join._base.attributes import replace, setting
 from torch_join._base.weighting import finite
 from torch_join._compat import deepspeed as _compat
 from torch_join._control.codec import foreign
-from torch_join._participants._gradients.watch import Watch
+from torch_join._participants._gradients.watch import leaving_out
 from torch_join._participants.participant import Participant
 
 
@@ -146,18 +146,11 @@ class EngineEvents:
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
-        """Put around a backward; what a loss that counts 0 brings may be infinite, and times 0 NaN."""
+        """Put around a backward, which may be that of a loss that counts 0."""
         # In stages 0 and 1 a gradient is added to what there is. In stage 3 a watch would hold nodes of empty shards.
-        watch = Watch([p for p in self.parameters if p.requires_grad]) if counts_nothing and self.stage < 2 else None
-        self._counts_nothing = counts_nothing and watch is None
-        if watch is not None:
-            watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
-        try:
+        watched = [p for p in self.parameters if p.requires_grad and counts_nothing and self.stage < 2]
+        with setting(self, _counts_nothing=counts_nothing and self.stage > 1), leaving_out(watched):
             yield
-        finally:
-            self._counts_nothing = False
-            if watch is not None:
-                watch.end()
 
     def _taking(self, original: Callable[..., Any], parameter: Any, *args: Any) -> Any:
         if self._counts_nothing and parameter.grad is not None:

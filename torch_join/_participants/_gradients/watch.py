@@ -3,7 +3,8 @@
 Contract: between `begin` and `end` alone does anything here refer to who hears.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torch_join._base.attributes import setting
+from torch_join._base.weighting import finite
 from torch_join._compat import ddp as _compat
 from torch_join._shadow.lost_hooks import noticed
 
@@ -61,3 +63,14 @@ class Watch:
     def will_run(self) -> bool:
         """Whether the backward that is under way will add to any of them."""
         return any(map(_compat.will_run, self._nodes))
+
+
+@contextmanager
+def leaving_out(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Put around the backward of a loss that counts 0, of these: its gradients may be infinite, and times 0 NaN."""
+    watch = Watch(parameters)
+    watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
+    try:
+        yield
+    finally:
+        watch.end()
