@@ -205,18 +205,14 @@ def saved(
     stateful = [*filter(_is_stateful, loaders)]
     for each in stateful:
         each.dl_state_dict[_MARK] = accelerator.num_processes
-    hook = accelerator.register_save_state_pre_hook(
+    writing = accelerator.register_save_state_pre_hook(
         lambda models, weights, folder: write(folder, accelerator.process_index, record)
     )
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(setting(accelerator, _join_saves=True))
-            # All processes would write the state of a loader to Accelerate's one file, at once.
-            for each in stateful if not (leads or (on_node and goes_on)) else ():
-                stack.enter_context(_compat.unsaved(each))
-            yield
-    finally:
-        hook.remove()
+    with writing, setting(accelerator, _join_saves=True), ExitStack() as stack:
+        # All processes would write the state of a loader to Accelerate's one file, at once.
+        for each in stateful if not (leads or (on_node and goes_on)) else ():
+            stack.enter_context(_compat.unsaved(each))
+        yield
 
 
 @contextmanager
@@ -228,11 +224,8 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
         UnsupportedError: Another number of processes has written the checkpoint amid an epoch.
     """
     folders: list[str] = []
-    hook = accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
-    try:
+    with accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder)):
         yield
-    finally:
-        hook.remove()
     everyone = read_all(folders[-1], accelerator, load_kwargs)
     mine = everyone[accelerator.process_index] if accelerator.process_index < len(everyone) else None
     for index, state in enumerate((mine or {}).get("states", ())):

@@ -19,6 +19,7 @@ from torch_join.integration import (
     is_engine,
     is_sharded_model,
     leads_to,
+    setting,
     sharded_lockstep_join,
 )
 
@@ -83,9 +84,8 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: "Trainer", results: Any) -> Any:
         strategy: Any = self._strategy
-        saves, strategy._state_dict_type = strategy._state_dict_type, "full"
-        state = strategy.lightning_module_state_dict()
-        strategy._state_dict_type = saves
+        with setting(strategy, _state_dict_type="full"):
+            state = strategy.lightning_module_state_dict()
         module: Any = trainer.lightning_module
         module.state_dict = lambda: state  # of this object, in a process that ends with this
         return super()._collect_rank_zero_results(trainer, results)

@@ -303,16 +303,12 @@ class Run:
             if join.joined:
                 return self._follow_step(join, model)
             self._computed = self._backwards = 0
-            self._factor = factor
-            try:
-                with ExitStack() as self._around_step:
-                    self._serve(join)
-                    self._around_step.enter_context(join.before_forward())
-                    loss = own(model, inputs, num_items_in_batch, **kwargs)
-                    if join.in_tail and self._trainer.args.logging_nan_inf_filter:
-                        self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same
-            finally:
-                self._factor = None
+            with setting(self, _factor=factor), ExitStack() as self._around_step:
+                self._serve(join)
+                self._around_step.enter_context(join.before_forward())
+                loss = own(model, inputs, num_items_in_batch, **kwargs)
+                if join.in_tail and self._trainer.args.logging_nan_inf_filter:
+                    self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same
         if (self._computed, self._backwards) != (1, 1):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
@@ -326,13 +322,10 @@ class Run:
         """Run a step with a batch, or on a finished rank with a placeholder; return its loss, which is 0 there."""
         trainer, logs = self._trainer, self.driver.parting
         inputs = join.begin_step(self._kept(True) if join.joined else inputs)
-        join.scale = self._factor = factor
+        join.scale = factor
         own_log = setting(trainer, log=lambda *_, **__: None) if join.joined else nullcontext()
-        try:
-            with join.around_step(), self._among(join.active_ranks), own_log:
-                loss = own(inputs)
-        finally:
-            self._factor = None
+        with setting(self, _factor=factor), join.around_step(), self._among(join.active_ranks), own_log:
+            loss = own(inputs)
         if join.in_tail:
             self._source = leader = join.active_ranks[0]
             mine = bool(torch.isfinite(loss)) if trainer.args.logging_nan_inf_filter else True, logs

@@ -14,7 +14,7 @@ from lightning_join._compat import CombinedLoader, DataFetcher, PrefetchDataFetc
 from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
 from torch_join import UnsupportedError
-from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain
+from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain, setting
 
 
 class _Begun:
@@ -164,11 +164,8 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         position = Position(keeper, place, ahead=1, after=after, advice="")
         loader = self.combined_loader
         if keeper is loader.flattened[0]:
-            loader.flattened = [_Begun(position.iterator)]
-            try:
+            with setting(loader, flattened=[_Begun(position.iterator)]):
                 self.iterator = iter(loader)
-            finally:
-                loader.flattened = [keeper]
         else:
             self.iterator = position.iterator
         return position

@@ -73,8 +73,7 @@ class ManualParticipant(Participant):
     @contextmanager
     def _training_step(self) -> Iterator[None]:
         self._let_buffers_sync()
-        guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
-        try:
+        with register_optimizer_step_pre_hook(self._refuse_raw_step):
             if self.tail_log.announces:
                 self._mirror.remember()
             yield
@@ -82,8 +81,6 @@ class ManualParticipant(Participant):
                 self._send_changes()
                 states = [config.scheduler.state_dict() for config in self._strategy.lr_scheduler_configs]
                 self.announce_open("end", (states, [group_options(o) for o in self._strategy.optimizers]))
-        finally:
-            guard.remove()
 
     def shadow_step(self) -> Tensor:
         """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
@@ -109,12 +106,9 @@ class ManualParticipant(Participant):
         with self._driver.tail_log.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
-        self._in_backward = True
-        try:
-            with self._shadow.step(shadow=True) if is_nothing else self._lockstep.leaving_out():
-                precision.backward(loss, module, None, *args, **kwargs)
-        finally:
-            self._in_backward = False
+        around = self._shadow.step(shadow=True) if is_nothing else self._lockstep.leaving_out()
+        with setting(self, _in_backward=True), around:
+            precision.backward(loss, module, None, *args, **kwargs)
         with self._driver.tail_log.on_all_ranks():
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
@@ -139,7 +133,6 @@ class ManualParticipant(Participant):
         self, optimizer: Optimizer, closure: Callable[[], Any], options: dict[str, Any]
     ) -> Iterator[Callable[[], Any]]:
         """Put around an optimizer's step with the closure that this gives."""
-        before, self._stepping = self._stepping, True
         calls = 0
 
         def closure_and_announce() -> Any:
@@ -161,11 +154,8 @@ class ManualParticipant(Participant):
             rest.enter_context(self._driver.tail_log.on_all_ranks())
             return result
 
-        try:
-            with ExitStack() as rest:
-                yield closure_and_announce
-        finally:
-            self._stepping = before
+        with setting(self, _stepping=True), ExitStack() as rest:
+            yield closure_and_announce
         if self.tail_log.announces:
             self._mirror.remember()
 

@@ -102,11 +102,8 @@ class LockstepJoin(Lockstep):
             plumbing.enter_context(self.driver.tail_log.own_collectives())
             self._enter_model = plumbing.close
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
-            try:
-                with self._model.telling_changes():
-                    yield
-            finally:
-                inside.remove()
+            with inside, self._model.telling_changes():
+                yield
 
     @contextmanager
     def before_forward(self) -> Iterator[None]:
@@ -312,12 +309,8 @@ class LockstepJoin(Lockstep):
     @contextmanager
     def _followed_by_others(self) -> Iterator[None]:
         pieces = self._model.backward_in_pieces() if self._syncs else nullcontext()
-        self.follows_backward = True
-        try:
-            with self.driver.serving_backward(self.active_ranks), pieces:
-                yield
-        finally:
-            self.follows_backward = False
+        with setting(self, follows_backward=True), self.driver.serving_backward(self.active_ranks), pieces:
+            yield
 
     def check_reduced(self) -> None:
         """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""

@@ -1,7 +1,7 @@
 """What a place needs of a loader: what it is, and an iterator over what is left, or over its next epoch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from itertools import chain, islice
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinValueError
 from torch_join._schedule.drawing import reuses_workers, walk
 from torch_join._schedule.stateful import SideBySide, has_place, loaders_in, seed_of, shuffle_of
@@ -62,14 +63,11 @@ def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") 
 @contextmanager
 def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
     """Have new workers that stay draw no base seed from what an order is drawn from: the old ones drew none."""
-    kept = [(each, each.generator) for each in loaders if reuses_workers(each, now=False)]
-    for each, _ in kept:
-        each.generator = torch.Generator()
-    try:
+    with ExitStack() as stack:
+        for each in loaders:
+            if reuses_workers(each, now=False):
+                stack.enter_context(setting(each, generator=torch.Generator()))
         yield
-    finally:
-        for each, generator in kept:
-            each.generator = generator
 
 
 def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:

@@ -114,13 +114,9 @@ class LoopEngineParticipant(Participant, LoopModel):
             self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
         factor = self.members.loss_factor
         weighs = factor != 1.0 and loss.requires_grad
-        hook = loss.register_hook(lambda gradient: gradient * factor) if weighs else None
-        try:
-            with self._events.leaving_out(factor == 0.0):
-                return original(loss, *args, **kwargs)
-        finally:
-            if hook is not None:
-                hook.remove()
+        weighing = loss.register_hook(lambda gradient: gradient * factor) if weighs else nullcontext()
+        with weighing, self._events.leaving_out(factor == 0.0):
+            return original(loss, *args, **kwargs)
 
     def _prologue(self, original: Callable[[], None]) -> None:
         if not (self.members.serves or self._is_in_an_engines_backward()):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base.attributes import replace
+from torch_join._base.attributes import replace, setting
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._base.membership import MeetingPoint
 from torch_join._compat import metrics as _compat_metrics
@@ -93,11 +93,8 @@ class MetricParticipant(Participant):
     def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._leads_plain_loops(metric):
             self.driver.before_forward(float)  # nothing
-        self.forwards += 1
-        try:
+        with setting(self, forwards=self.forwards + 1):
             return forward(*args, **kwargs)
-        finally:
-            self.forwards -= 1
 
     def reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
         if self.forwards == 0:  # a forward resets too, and puts the state back

@@ -76,12 +76,8 @@ class ModuleMetrics(MetricParticipant):
     def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._aside:
             return super().forward(metric, forward, *args, **kwargs)
-        self.hidden.append(metric)  # the others' batches count
-        try:
-            with _compat_metrics.unchanged(metric):
-                return super().forward(metric, forward, *args, **kwargs)
-        finally:
-            self.hidden.pop()
+        with setting(self, hidden=[*self.hidden, metric]), _compat_metrics.unchanged(metric):  # others' batches count
+            return super().forward(metric, forward, *args, **kwargs)
 
     def sync(self, position: int, metric: Any, sync_dist: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         why = self._refused.get(id(metric))
