@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -336,11 +336,9 @@ class Run:
             self.driver.parting = []
         return _shown(loss, shown)
 
-    @contextmanager
-    def _among(self, active: Sequence[int]) -> Iterator[None]:
+    def _among(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """Put around a step with placeholders: gathers and reductions are over the `active` ranks."""
-        with setting(self._operations, in_step=active):
-            yield
+        return setting(self._operations, in_step=active)
 
     @property
     def joined(self) -> bool:

@@ -21,10 +21,6 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Spec":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -39,34 +35,30 @@ def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict
     Every rank calls this: says what it contributes, if anything, and then sends its states as bytes.
     """
     own = own_states(metric) if contributes else {}
-    mine = {name: (state.listed, [_Spec.of(t) for t in state.tensors]) for name, state in own.items()}
+    mine = {
+        name: (state.listed, [_Spec(tuple(t.shape), t.dtype, t.device.type) for t in state.tensors])
+        for name, state in own.items()
+    }
     schemas: list[_Schema | None] = driver.tail_log.channel.gather(mine if contributes else None, of=_Schema | None)
 
-    def place(device: str) -> torch.device:
-        return metric.device if metric.device.type == device else torch.device(device)
-
     rows: dict[str, list[Tensor]] = {}
-    for device in sorted({spec.device for schema in schemas for spec in _specs(schema) if spec.nbytes > 0}):
-        raw = [raw_bytes(t)[:, None] for state in own.values() for t in state.tensors if t.device.type == device]
-        sizes = [sum(spec.nbytes for spec in _specs(schema, device)) for schema in schemas]
-        rows[device] = [torch.empty((size, 1), dtype=torch.uint8, device=place(device)) for size in sizes]
+    for kind in sorted({spec.device for schema in schemas for spec in _specs(schema)}):
+        device = metric.device if metric.device.type == kind else torch.device(kind)
+        raw = [raw_bytes(t)[:, None] for state in own.values() for t in state.tensors if t.device.type == kind]
+        sizes = [sum(spec.nbytes for spec in _specs(schema, kind)) for schema in schemas]
+        rows[kind] = [torch.empty((size, 1), dtype=torch.uint8, device=device) for size in sizes]
         with torch.no_grad(), driver.tail_log.own_collectives():
             data = torch.cat(raw) if raw else None
-            for rank, first, piece in exchange(data, 1, sizes, driver.members.group, None, place(device)):
-                rows[device][rank][first : first + len(piece)] = piece
+            for rank, first, piece in exchange(data, 1, sizes, driver.members.group, None, device):
+                rows[kind][rank][first : first + len(piece)] = piece
 
     def unpack(rank: int, schema: _Schema) -> dict[str, State]:
-        starts = dict.fromkeys(rows, 0)
-
-        def take(spec: _Spec) -> Tensor:
-            if spec.nbytes == 0:
-                return torch.empty(spec.shape, dtype=spec.dtype, device=place(spec.device))
-            start = starts[spec.device]
-            starts[spec.device] = end = start + spec.nbytes
-            # A copy, since a dtype's elements must not begin just anywhere in memory.
-            return rows[spec.device][rank][start:end, 0].clone().view(spec.dtype).view(spec.shape)
-
-        return {name: State(listed, [take(spec) for spec in specs]) for name, (listed, specs) in schema.items()}
+        sizes = {kind: [spec.nbytes for spec in _specs(schema, kind)] for kind in rows}
+        parts = {kind: iter(torch.split(rows[kind][rank][:, 0], sizes[kind])) for kind in rows}
+        return {  # copies, since a dtype's elements must not begin just anywhere in memory
+            name: State(listed, [next(parts[s.device]).clone().view(s.dtype).view(s.shape) for s in specs])
+            for name, (listed, specs) in schema.items()
+        }
 
     me = driver.members.rank
     return [own if rank == me else unpack(rank, its) for rank, its in enumerate(schemas) if its is not None]
