@@ -23,7 +23,7 @@ with _naming_missing(_TORCH, "torch"):
     from torch_join._base.sampler import UnpaddedDistributedSampler
     from torch_join._base.weighting import Weighting
     from torch_join._monitor.monitor import JoinMonitor
-    from torch_join._participants import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
+    from torch_join._participants._torch.public import JoinableMetric, JoinableModel, JoinableOptimizer, JoinableState
     from torch_join._tail.reader import windows
     from torch_join.join import Join
 

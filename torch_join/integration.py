@@ -35,11 +35,11 @@ from torch_join._lockstep.step_driver import StepDriver
 from torch_join._monitor.monitor import check_monitored
 from torch_join._monitor.records import EpochRecord, RankRecord
 from torch_join._monitor.stopwatch import Stopwatch
-from torch_join._participants import ModuleMetrics, Participant
+from torch_join._participants._metrics.module_metrics import ModuleMetrics
 from torch_join._participants.arguments import listed
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join._participants.options import JoinOptions, Options, renamed, warn_renamed, whole_signature
-from torch_join._participants.participant import Driver
+from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import runs_in_ray
 from torch_join._schedule.active_ranks import ReadStep
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, in_turn

@@ -43,12 +43,13 @@ class Rounds:
         self.places: list[Sequence[int]] = [range(len(loader.flattened))]
         if self._limits_itself:
             self.places = [[place] for place in self.places[0]]
-        self._limits = [
-            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for places in self.places]
-            for each in everyone
+        # By round, and by rank: how many batches it has, and whether that is certain.
+        self._limits: list[list[int | float]] = [
+            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for each in everyone]
+            for places in self.places
         ]
         self._certain = [
-            [not resumed and all(each.certain[i] for i in places) for places in self.places] for each in everyone
+            [not resumed and all(each.certain[i] for i in places) for each in everyone] for places in self.places
         ]
         self._alike = [_loaders.steps_alike(everyone, places) for places in self.places]
         # The rounds in which some rank may have another number of batches than it says before.
@@ -66,7 +67,7 @@ class Rounds:
         """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
         if self._limits_itself or self.index in self._planned:
             return False
-        return self._steps >= self._of(self._rank)[0]
+        return self._steps >= self._limits[self.index][self._rank]
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -98,7 +99,7 @@ class Rounds:
         """Keep this rank's batch, or another rank's where this one has none in the round; all ranks call this."""
         if self._steps == 0:
             self._last = None
-            if len(active) < len(self._limits):
+            if len(active) < self._strategy.world_size:
                 mine = without_rows(batch) if self._placeholder == "rows" and batch is not None else batch
                 self._last = broadcast(mine if self._rank == active[0] else None, active[0], self._strategy.root_device)
         self._last = self._last if batch is None else batch
@@ -113,8 +114,8 @@ class Rounds:
             UnsupportedError: This rank's dataloader has ended earlier than its length said.
         """
         self._begin()
-        claimed, certain = self._of(self._rank)
-        if certain and self._steps < claimed:
+        claimed = self._limits[self.index][self._rank]
+        if self._certain[self.index][self._rank] and self._steps < claimed:
             raise UnsupportedError(
                 f"Dataloader {self.index} of rank {self._rank} said it had {claimed} batches and yielded"
                 f" {self._steps}, while the other ranks count on its length. Correct the length of its sampler."
@@ -137,8 +138,8 @@ class Rounds:
         places, loop = self.places[self.index], self._loop
         loader, most = loop._combined_loader, loop.most_batches
         mine = loop.measure([loader.flattened[i] for i in places])
-        for limits, each in zip(self._limits, _loaders.exchange(self._strategy.channel, mine), strict=True):
-            limits[self.index] = min(most, _loaders.total_length(loader, each.limits))
+        everyone = _loaders.exchange(self._strategy.channel, mine)
+        self._limits[self.index] = [min(most, _loaders.total_length(loader, each.limits)) for each in everyone]
         known = dict(zip(places, mine.limits, strict=True))
         for place, limit in known.items():
             getattr(loop, loop._limits_name)[place] = limit
@@ -147,15 +148,11 @@ class Rounds:
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
         """Return the ranks that have a batch at this step; they meet if that is uncertain."""
-        ranks = range(len(self._limits))
-        if all(self._of(rank)[1] for rank in ranks):
-            return tuple(rank for rank in ranks if self._of(rank)[0] > self._steps)
+        if all(self._certain[self.index]):
+            return tuple(rank for rank, limit in enumerate(self._limits[self.index]) if limit > self._steps)
         ends = not has_batch and self._rank not in self._ended
         self._ended |= frozenset(self._strategy.channel.barrier(notice={} if ends else None).notices)
-        return tuple(rank for rank in ranks if rank not in self._ended)
-
-    def _of(self, rank: int) -> tuple[int | float, bool]:
-        return self._limits[rank][self.index], self._certain[rank][self.index]
+        return tuple(rank for rank in range(self._strategy.world_size) if rank not in self._ended)
 
 
 class InRounds:
