@@ -33,7 +33,6 @@ from torch_join.integration import (
     Options,
     Placeholder,
     PlaceholderLockstep,
-    Rebalancing,
     StepDriver,
     open_channel,
     runs_in_ray,
@@ -43,7 +42,7 @@ from torch_join.integration import (
 
 # What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
 _OF_A_RUN = (
-    *("channel", "driver", "join", "metrics", "rebalancing", "_step_values", "_manual"),
+    *("channel", "driver", "join", "metrics", "_step_values", "_manual"),
     *("sets_up", "gathers_alike", "around_step"),
 )
 
@@ -144,7 +143,6 @@ class Joining(JoiningStrategy):
         self.channel = open_channel(timeout=self._timeout or self.options.timeout)
         self.sets_up = True
         self.driver = StepDriver(self.channel, self.options, extract_batch_size)
-        self.rebalancing = Rebalancing(self.driver.members, self.options.rebalance)
         self._step_values = self.driver.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "Trainer") -> None:
@@ -235,8 +233,6 @@ class Joining(JoiningStrategy):
         """Remove all that was installed for joining; doing it again does nothing."""
         if self.driver is not None:
             self.driver.close()
-        if self.rebalancing is not None:
-            self.rebalancing.abandon()
         self.channel.close()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)

@@ -30,7 +30,6 @@ class JoiningStrategy(ParallelStrategy):
         driver: Serves, on a rank without a batch, what the others do in a step; `None` outside of a run.
         join: Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit.
         metrics: The module's metrics of torchmetrics; `None` outside of a run.
-        rebalancing: What rebalances batches, if they are; `None` outside of a run.
         around_step: What is around a training step's transfer, then around its hooks.
         gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
         sets_up: Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others
@@ -44,7 +43,6 @@ class JoiningStrategy(ParallelStrategy):
     driver: StepDriver | None = None
     join: Lockstep | None = None
     metrics: ModuleMetrics | None = None
-    rebalancing: Rebalancing | None = None
     around_step: ExitStack
     gathers_alike = False
     sets_up = False
@@ -99,8 +97,8 @@ def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
 
 def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:
     """Return what rebalances the batches of this run, if they are."""
-    rebalancing = strategy_of(trainer).rebalancing
-    return rebalancing if rebalancing is not None and rebalancing.enabled else None
+    driver = strategy_of(trainer).driver
+    return driver.rebalancing if driver is not None and driver.rebalancing.enabled else None
 
 
 def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:

@@ -34,7 +34,6 @@ from torch_join.integration import (
     Participant,
     PlaceholderLockstep,
     ReadStep,
-    Rebalancing,
     StepDriver,
     broadcast,
     check_monitored,
@@ -108,19 +107,16 @@ class Run:
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
         runs_ahead = trainer.args.device.type != "cpu" and not trainer.args.logging_nan_inf_filter
         self.stopping = Stopping(self.channel, trainer.args.device if runs_ahead else None)
-        chosen = trainer.join_options
-        self.driver = StepDriver(self.channel, chosen, _rows_of)
+        self.driver = StepDriver(self.channel, trainer.join_options, _rows_of)
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
         self._stack = stack = ExitStack()
-        self._rebalancing = Rebalancing(self.driver.members, chosen.rebalance)
-        where = self.channel, trainer.args.device
-        options: Any = self.driver.members.count, self._rebalancing, chosen.throw_on_early_termination
-        self._reading[True] = Evened(*where, self._begin_training, self._finish_training, *options)
+        where = self.driver, trainer.args.device
+        self._reading[True] = Evened(*where, self._begin_training, self._finish_training)
         begin_evaluation = partial(self.channel.gather, of=Beginning)
         self._reading[False] = Evened(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
-            monitor.watch((self.channel, trainer.log, self._rebalancing))
+            monitor.watch((self.channel, trainer.log, self.driver.rebalancing))
             stack.callback(monitor.watch, None)
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
@@ -140,9 +136,7 @@ class Run:
             stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._rebalancing.abandon()
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @contextmanager
@@ -154,7 +148,7 @@ class Run:
                 reading.leave()
             if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
                 self._join.sync_buffers()  # which no next forward brings to a rank without a batch
-            self._rebalancing.close()
+            self.driver.rebalancing.close()
             self.channel.close(meets=True)
 
     def tell_lengths(self, loader: EvenedLoader) -> None:

@@ -131,16 +131,15 @@ class JoinEpochLoop(TrainingEpochLoop):
 
     def _rebalance(self, data_fetcher: ReadAheadFetcher) -> None:
         """Begin to rebalance the epoch, if batches are; all ranks meet."""
-        rebalancing = rebalancing_of(self.trainer)
         join, (most, was_unknown, was_even) = join_of(self.trainer), self._fit_loop.take_plan()
-        if rebalancing is None:
+        if rebalancing_of(self.trainer) is None:
             return
         count = join.driver.members.count
         if not was_even:
             # What has been read ahead tells more than was known then; the steps are to be those that were planned.
             length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
             how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
-            join.rebalance(rebalancing, data_fetcher, length, **how)
+            join.rebalance(data_fetcher, length, **how)
         if join.plan is None:
             if count is not None:
                 join.count_first(self._next_count(data_fetcher))

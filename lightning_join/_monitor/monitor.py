@@ -16,7 +16,7 @@ from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._packages import check_trainer
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError, JoinValueError
-from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
+from torch_join.integration import Channel, EpochRecord, StepDriver, Stopwatch
 
 
 class JoinMonitor(Callback):
@@ -147,7 +147,8 @@ class JoinMonitor(Callback):
 
 def _rebalancing_of(trainer: Any) -> tuple[bool, int, int, int]:
     """Return whether batches are rebalanced; how many this rank has given in the epoch, and got; bytes in the fit."""
-    rebalancing: Rebalancing | None = getattr(trainer.strategy, "rebalancing", None)
-    if rebalancing is None:
+    driver: StepDriver | None = getattr(trainer.strategy, "driver", None)
+    if driver is None:
         return False, 0, 0, 0
+    rebalancing = driver.rebalancing
     return rebalancing.enabled, *rebalancing.exchanged, rebalancing.nbytes

@@ -24,7 +24,6 @@ from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import ExchangedActiveRanks, ReadStep
 from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancer import Rebalancer, Source
-from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.planned import refuse_model_parallel
@@ -155,11 +154,10 @@ class Lockstep:
         active_ranks.check_termination()
         return [value for _, _, value, *_ in everyone]
 
-    def rebalance(self, rebalancing: Rebalancing, source: Source, length: int | None, **options: Any) -> None:
+    def rebalance(self, source: Source, length: int | None, **options: Any) -> None:
         """Rebalance the epoch that has begun; all ranks meet.
 
         Args:
-            rebalancing: What rebalances one epoch after the other.
             source: This rank's batches.
             length: How many there are from here on, as far as is known.
             **options: Of `Rebalancing.begin`.
@@ -173,7 +171,7 @@ class Lockstep:
             return self.channel.barrier(count, notice or None)
 
         step = self._exchanged.step
-        self.plan = rebalancing.begin(self.channel, source, length, meet, step=step, **options)
+        self.plan = self.driver.rebalancing.begin(self.channel, source, length, meet, step=step, **options)
         self._ranks = self._present = self.plan or self._exchanged
 
     @property

@@ -4,7 +4,7 @@ The framework takes all numbers from the loader's length, and reads several step
 it finds, when it comes to run it, which ranks have a batch in the step:
 
     loader = EvenedLoader(own_loader, empty)
-    evened = Evened(channel, device, begin, join.finish)  # `begin` calls `join.begin`
+    evened = Evened(driver, device, begin, join.finish)  # `begin` calls `join.begin`
     for batch in evened.go_through(loader):
         join.go_to(evened.take(batch))
         ...  # a step of `join`: see `Lockstep`
@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from torch_join._base.errors import JoinError, JoinTypeError
 from torch_join._base.weighting import Count
-from torch_join._control.channel import Channel
+from torch_join._lockstep.step_driver import StepDriver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.plan import steps_of
 from torch_join._schedule.rebalancer import Rebalancer
-from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail.planned import PlannedReader
 from torch_join._tail.reader import Reader
 
@@ -111,13 +110,10 @@ class Evened:
     """Goes through one loader after another, all ranks together.
 
     Args:
-        channel: Where the ranks meet.
+        driver: The driver of the steps.
         device: Where batches are.
         begin: Begins a loop with what this rank has to say, and returns what all ranks say; all ranks meet.
         finish: Ends a loop; all ranks call it.
-        count: Returns what a batch counts, where batches are counted.
-        rebalancing: Has ranks give batches to each other, if it is enabled.
-        throws: Whether to raise on all ranks when the first one runs out of batches.
 
     Attributes:
         loader: The loader of the current loop, or of the last one.
@@ -125,17 +121,14 @@ class Evened:
 
     def __init__(
         self,
-        channel: Channel,
+        driver: StepDriver,
         device: torch.device,
         begin: Callable[[Beginning], Sequence[Beginning]],
         finish: Callable[[], None],
-        count: Count | None = None,
-        rebalancing: Rebalancing | None = None,
-        throws: bool = False,
     ) -> None:
-        self._channel, self._device = channel, device
+        self._driver, self._channel, self._device = driver, driver.tail_log.channel, device
         self._begin_loop, self._finish_loop = begin, finish
-        self._count, self._rebalancing, self._throws = count, rebalancing, throws
+        self._count: Count | None = None  # returns what a batch counts, where batches are counted
         self.loader: EvenedLoader | None = None
         self._ahead: deque[tuple[Any, ReadStep]] = deque()  # what was read, and who has a batch in its step
         self._current: Generator[Any, None, None] | None = None
@@ -171,7 +164,7 @@ class Evened:
 
     def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
         self._ahead.clear()
-        self.loader = loader
+        self.loader, self._count = loader, self._driver.members.count if loader.trains else None
         loader.is_last_step = False
         lengths, last, steps = _Lengths(loader), _END, self._steps(loader)
         with ExitStack() as stack:
@@ -196,9 +189,10 @@ class Evened:
 
     def _steps(self, loader: EvenedLoader) -> _Steps:
         """Yield this rank's batches, and the end in steps without one."""
-        rebalancing, reader = self._rebalancing, loader.reader(self._count is not None)
+        rebalancing, reader = self._driver.rebalancing, loader.reader(self._count is not None)
         certain, plan = reader.certain_length(), None
-        if loader.rebalances and rebalancing is not None and rebalancing.enabled:
+        throws = loader.trains and self._driver.options.throw_on_early_termination
+        if loader.rebalances and rebalancing.enabled:
             rebalancing.current = None  # of the loop before: not every reader begins a plan
             reader = reader.rebalanced(partial(self._plan, loader.length))
             plan = rebalancing.current
@@ -211,7 +205,7 @@ class Evened:
         active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
         lengths = [length for _, length, _ in everyone]
         while active:
-            if self._throws and len(active) < self._channel.world_size:
+            if throws and len(active) < self._channel.world_size:
                 raise early_termination(rank, rank not in active)
             goes_on, total = batch is not _END and reader.goes_on, 0.0
             if self._count is not None or None in lengths:
@@ -251,11 +245,10 @@ class Evened:
         plan.end()
 
     def _plan(self, length: int | None, source: Reader[Any]) -> Reader[Any] | None:
-        assert self._rebalancing is not None
         certain = source.certain_length()
         options: dict[str, Any] = {"lead": source.lead, "count": self._count, "is_certain": certain is not None}
         length = length if certain is None else certain
-        plan = self._rebalancing.begin(self._channel, source, length, self._meet, **options)
+        plan = self._driver.rebalancing.begin(self._channel, source, length, self._meet, **options)
         return None if plan is None else PlannedReader(plan, source)
 
     def _meet(self, count: float, notice: dict[str, Any]) -> Any:

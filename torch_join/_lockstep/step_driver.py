@@ -15,6 +15,7 @@ from torch_join._control.channel import Channel
 from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import RayParticipant, runs_in_ray
+from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail.records import DONE
 from torch_join._tail.tail_log import TailLog
 
@@ -43,6 +44,7 @@ class StepDriver(Driver):
         parting: What the front end of the lowest active rank tells that of joined ranks as its step is done: plain
             values. A joined rank's takes them from here.
         synced_backwards: The number of synced backwards so far, the same on all ranks.
+        rebalancing: What rebalances batches, if they are.
     """
 
     # What participants ask of a driver: there is always a meeting before the step.
@@ -62,6 +64,7 @@ class StepDriver(Driver):
         self.options = options
         self.parting: list[Any] = []
         self.members = Membership(group, options.weighting, sizes=sizes)
+        self.rebalancing = Rebalancing(self.members, options.rebalance)
         self.tail_log = TailLog(self.members)
         self.tail_log.open(channel)
         self.tail_log.backwards.always = options.backward_collectives
@@ -91,6 +94,7 @@ class StepDriver(Driver):
     def close(self) -> None:
         """Remove all that was installed."""
         self.tail_log.close()
+        self.rebalancing.abandon()
         self.members.group = None  # a destroyed group must hang up on its peers at once
 
     @contextmanager

@@ -20,7 +20,6 @@ from torch_join.integration import (
     LockstepJoin,
     ModelShadow,
     Options,
-    Rebalancing,
     StepDriver,
     open_channel,
 )
@@ -61,16 +60,14 @@ def train(rank: int, lengths: Sequence[int], kind: Any, **chosen: Any) -> tuple[
     """Train as a framework does; return the weight, the samples that this rank was given, and the number of steps."""
     channel, training, device = open_channel(), Training(DistributedDataParallel), torch.device("cpu")
     driver = StepDriver(channel, Options.of(chosen))
-    join, members = LockstepJoin(driver, ModelShadow(training.model)), driver.members
-    rebalancing = Rebalancing(members, driver.options.rebalance)
+    join = LockstepJoin(driver, ModelShadow(training.model))
 
     def begin(mine: Any) -> Any:
         return join.begin(0, None if mine[0] else 0, 0, mine, [training.optimizer])
 
-    throws = driver.options.throw_on_early_termination
-    evened = Evened(channel, device, begin, join.finish, members.count, rebalancing, throws)
+    evened = Evened(driver, device, begin, join.finish)
     own = kind([batch(rank, step) for step in range(lengths[rank])])
-    loader = EvenedLoader(own, lambda batch: batch[:0], rebalances=rebalancing.enabled)
+    loader = EvenedLoader(own, lambda batch: batch[:0], rebalances=driver.rebalancing.enabled)
     loader.lengths = channel.gather(loader.length, of=int | None)
     seen: list[list[float]] = []
     steps = 0
@@ -94,7 +91,7 @@ def train(rank: int, lengths: Sequence[int], kind: Any, **chosen: Any) -> tuple[
     if None not in loader.lengths and kind is not More:
         assert len(loader) * EPOCHS == steps
     evened.leave()
-    rebalancing.close()
+    driver.rebalancing.close()
     driver.close()
     channel.close(meets=True)
     return training.weight, seen, steps
