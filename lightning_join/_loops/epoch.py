@@ -403,7 +403,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         super().update_lr_schedulers(interval, update_plateau_schedulers)
         if update_plateau_schedulers and not (interval == "step" and self._should_accumulate()):
             index = self.batch_idx if interval == "step" else trainer.current_epoch
-            check_plateaus(trainer, join.channel, interval, index)
+            check_plateaus(trainer, interval, index)
 
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.

@@ -183,7 +183,7 @@ class InRounds:
 
     def setup_data(self: Any) -> None:
         before = getattr(self, self._limits_name)
-        with evened(self, strategy_of(self.trainer), self.measure):
+        with evened(self, self.measure):
             super().setup_data()  # type: ignore[misc]
         if getattr(self, self._limits_name) is before:
             self._look_again()

@@ -76,7 +76,7 @@ class JoinFitLoop(FitLoop):
         before, trainer = self._data_fetcher, self.trainer
         # Each rank's state goes to its own dataloaders, where the epoch begins.
         measure = partial(_loaders.measure, RunningStage.TRAINING, limit=trainer.limit_train_batches)
-        lengths = evened(self, strategy_of(trainer), measure, self._check_interval)
+        lengths = evened(self, measure, self._check_interval)
         with lengths, setting(self, _combined_loader_states_to_load=[]):
             super().setup_data()
         loader = self._combined_loader

@@ -39,7 +39,6 @@ class EvenedLoader:
 @contextmanager
 def evened(
     loop: Any,
-    strategy: Any,
     measure: Callable[[Sequence[Any]], Loaders],
     check: Callable[[Sequence[Loaders]], None] | None = None,
 ) -> Iterator[None]:
@@ -52,14 +51,14 @@ def evened(
 
     Args:
         loop: The loop.
-        strategy: The trainer's, which processes the dataloaders.
         measure: Measures this rank's dataloaders.
         check: Called with what each rank has measured, before Lightning takes any number from it.
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
     """
-    loaders, longest, process = list[Any](), list[int | float](), strategy.process_dataloader
+    loaders, longest, strategy = list[Any](), list[int | float](), loop.trainer.strategy
+    process = strategy.process_dataloader
 
     def find_longest(place: int) -> int | float:
         """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""

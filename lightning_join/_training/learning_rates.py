@@ -2,16 +2,15 @@
 
 from typing import Any
 
+from lightning_join._strategy_protocol import strategy_of
 from torch_join import UnsupportedError
-from torch_join.integration import Channel
 
 
-def check_plateaus(trainer: Any, channel: Channel, interval: str, index: int) -> None:
+def check_plateaus(trainer: Any, interval: str, index: int) -> None:
     """Compare the learning rates if a scheduler has made a step that goes by a monitored value; all ranks meet.
 
     Args:
         trainer: The trainer.
-        channel: The channel between all ranks.
         interval: "step" or "epoch", after which the schedulers have made theirs.
         index: The number of the step in its epoch, or of the epoch, from 0.
 
@@ -26,7 +25,7 @@ def check_plateaus(trainer: Any, channel: Channel, interval: str, index: int) ->
     if not monitored or not trainer.lightning_module.automatic_optimization:
         return
     mine = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups if "lr" in group]
-    everyone = channel.gather(mine, of=list[float])
+    everyone = strategy_of(trainer).channel.gather(mine, of=list[float])
     if any(rates != everyone[0] for rates in everyone):
         by_rank = "; ".join(
             f"rank {rank}: {', '.join(map(str, rates)) or 'none'}" for rank, rates in enumerate(everyone)

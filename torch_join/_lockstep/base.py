@@ -84,7 +84,7 @@ class Lockstep:
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
         self._gone_to = -1  # the last step that was read ahead
-        self._states = CatchUp(self.channel, driver.members.group, driver.options)
+        self._states = CatchUp(driver)
 
     runs_placeholders = False  # on a joined rank, where the model's step needs all ranks
 

@@ -10,31 +10,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
-from torch_join._control.channel import Channel
 from torch_join._handover.audit import Audit
 from torch_join._handover.early_exit import digests_of
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import named
+from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants.kinds import is_sharded_model, stateful
-from torch_join._participants.options import Options
 
 
 class CatchUp:
     """The state of what is trained, over the tails of one epoch after the other.
 
     Args:
-        channel: The channel between all ranks.
-        group: Their process group.
-        options: What the user has chosen.
+        driver: The driver of the steps.
     """
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup | None, options: Options) -> None:
-        self._channel, self._group, self._options = channel, group, options
+    def __init__(self, driver: StepDriver) -> None:
+        self._channel, self._group, self._options = driver.tail_log.channel, driver.members.group, driver.options
         self.begin(())
 
     def begin(self, objects: Sequence[Any]) -> None:
