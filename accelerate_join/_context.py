@@ -23,7 +23,7 @@ from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_
 T = TypeVar("T")
 
 
-@renamed("heartbeat", "may_break")
+@renamed
 def join_uneven_inputs(
     accelerator: accelerate.Accelerator,
     joinables: Sequence[Any] | None = None,
@@ -116,7 +116,7 @@ def join_batches(
     even_batches: bool | None = False,
     **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
-@renamed("heartbeat", "may_break")
+@renamed
 def join_batches(
     accelerator: accelerate.Accelerator,
     loader: Iterable[T],

@@ -74,7 +74,7 @@ class Join(TorchJoin):
         EarlyTerminationError: See `throw_on_early_termination`.
     """
 
-    @renamed("heartbeat", "may_break")
+    @renamed
     def __init__(
         self,
         joinables: Sequence[Any],

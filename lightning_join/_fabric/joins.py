@@ -71,7 +71,7 @@ class Joins:
     _numbered = 0  # how many loaders were set up
     _inner = 0  # how many loops within the current one are under way
 
-    @renamed("heartbeat", "may_break")
+    @renamed
     def __init__(
         self,
         *args: Any,

@@ -13,7 +13,7 @@ from torch_join._base.weighting import finite
 from torch_join._compat import fsdp as _compat
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.step_driver import StepDriver
-from torch_join._participants._sharded.contents import Contents, check_state, state_of
+from torch_join._participants._sharded.contents import check_state, state_of
 from torch_join._participants._sharded.following import Following
 from torch_join._participants._sharded.sharded_step import Options
 from torch_join._participants.clears import innermost_optimizer
@@ -29,8 +29,7 @@ class LockstepShardedParticipant(Participant):
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
         self.following = Following(self, model, lambda: None)
-        self.contents = Contents(lambda: self.following.shards)
-        self.following.before_gather = lambda unit: self.contents.check_writes(unit.shards, self.members.joined_names)
+        self.contents = self.following.contents
 
     def enter(self) -> None:
         self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]

@@ -119,28 +119,21 @@ class Options:
         return cls(**{**own, "weighting": resolve_weighting(own.get("weighting"), divides)})
 
 
-def renamed(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function take a keyword by its old name too, until 0.3.0.
-
-    Args:
-        old: The old name.
-        new: That of today.
+def renamed(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function take `may_break` by its old name too, until 0.3.0.
 
     Raises:
         JoinTypeError: When it is called: both are given.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if old in kwargs:
-                warn_renamed(old, new, both=new in kwargs)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "heartbeat" in kwargs:
+            warn_renamed("heartbeat", "may_break", both="may_break" in kwargs)
+            kwargs["may_break"] = kwargs.pop("heartbeat")
+        return function(*args, **kwargs)
 
-        return call
-
-    return decorate
+    return call
 
 
 def warn_renamed(old: str, new: str, both: bool) -> None:

@@ -12,8 +12,9 @@ from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._control.codec import foreign
+from torch_join._participants._sharded.contents import Contents
 from torch_join._participants.participant import Participant
-from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction, Unit
+from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction
 from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
@@ -29,7 +30,7 @@ class Following:
         units: The units.
         model_parallel_groups: See `Participant`.
         reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
-        before_gather: Called with a unit that is about to be gathered in the tail.
+        contents: This rank's shards as they were: in the tail a unit is compared before it is gathered.
 
     Raises:
         UnsupportedError: The model cannot be followed.
@@ -49,7 +50,7 @@ class Following:
         self.model_parallel_groups = [self._participant.members.named(peers) for peers in self._teams]
         self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
         self.reduces = False
-        self.before_gather: Callable[[Unit], None] = lambda _: None
+        self.contents = Contents(lambda: self.shards)
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
                 "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
@@ -97,7 +98,7 @@ class Following:
             if self._seen != self._participant.members.active:
                 self.check_model_parallel_groups()
             if kind == "gather":
-                self.before_gather(self.units[unit])
+                self.contents.check_writes(self.units[unit].shards, self._participant.members.joined_names)
             self._participant.tail_log.announce(self._participant.index, kind, (unit, payload))
         return self._reducing() if kind == "reduce" else self._participant.tail_log.own_collectives()
 

@@ -19,7 +19,6 @@ from torch_join._handover.mirror import Known, is_known, known
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
-from torch_join._participants._sharded.contents import Contents
 from torch_join._participants._sharded.following import Following
 from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, LoopModel, Participant
@@ -49,8 +48,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.model_parallel_groups = self.following.model_parallel_groups
         self._forwarded_in = 0  # the loop of the last forward
         self._others = OtherVerdicts(driver, index, shards=True)
-        self.contents = Contents(lambda: self.following.shards)
-        self.following.before_gather = lambda unit: self.contents.check_writes(unit.shards, self.members.joined_names)
+        self.contents = self.following.contents
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
 
