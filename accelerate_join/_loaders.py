@@ -260,7 +260,7 @@ def loops_replaced(
             stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
         stack.enter_context(shards_checked())
         for skipping in (SkipBatchSampler, SkipDataLoader):  # past the end of a rank that has fewer batches
-            stack.enter_context(setting(skipping, __len__=_not_negative(skipping.__len__)))
+            stack.enter_context(setting(skipping, __len__=lambda loader, own=skipping.__len__: max(0, own(loader))))
         yield
 
 
@@ -372,11 +372,10 @@ def _source(loader: PreparedLoader) -> Any:
     return own.dataset if isinstance(own.dataset, IterableDataset) else batch_sampler(own)
 
 
-def _not_negative(own_len: Callable[[Any], int]) -> Callable[[Any], int]:
-    return lambda skipping: max(0, own_len(skipping))
+def shards_checked() -> AbstractContextManager[None]:
+    """Within, a loader that would leave out samples where Accelerate deals it out raises."""
+    own_iter: Iterate = BatchSamplerShard.__iter__
 
-
-def _checking(own_iter: Iterate) -> Iterate:
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
         refuse_distributed_sampler(shard.batch_sampler, shard.num_processes)
         if shard.batch_size is not None and type(shard.batch_sampler) is not BatchSampler:
@@ -384,12 +383,7 @@ def _checking(own_iter: Iterate) -> Iterate:
             shard.batch_sampler = _SizeCheckingSampler(shard)
         return own_iter(shard)
 
-    return __iter__
-
-
-def shards_checked() -> AbstractContextManager[None]:
-    """Within, a loader that would leave out samples where Accelerate deals it out raises."""
-    return setting(BatchSamplerShard, __iter__=_checking(BatchSamplerShard.__iter__))
+    return setting(BatchSamplerShard, __iter__=__iter__)
 
 
 def refuse_distributed_sampler(batches: Any, processes: int) -> None:

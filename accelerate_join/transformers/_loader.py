@@ -100,7 +100,7 @@ class EvenedLoader(CoreEvenedLoader):
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader the epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
         run = self._find_run()
-        self.loader.set_epoch(epoch if run is None or not self._has_no_length else run.position.pass_of(epoch))
+        self.loader.set_epoch(epoch if run is None or not self._has_no_length else epoch + run.position.passes_before)
 
     @property
     def _has_no_length(self) -> bool:

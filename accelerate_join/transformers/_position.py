@@ -42,13 +42,14 @@ class Position:
 
     Attributes:
         passes: How often the loader has been gone through before.
+        passes_before: How often before this job began: of a stream Trainer does not count these.
         taken: How many steps with a batch of this pass have been made, on the longest rank.
         resized: The epoch that goes on, if its steps are not those that Trainer counts; `None` if they are.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
-        self.passes, self.taken = 0, 0
+        self.passes = self.taken = self.passes_before = 0
         self.resized: Resized | None = None
         self._rest: DataLoaderShard | None = None  # for this rank, of an epoch that other ranks have begun
         self._share = 0.0  # how much of the epoch that goes on was over
@@ -56,7 +57,6 @@ class Position:
         self._own, self._before = 0, 0  # of this rank's batches: trained on in this job, and in this deal before it
         self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
         self._loader: DataLoaderShard | None = None
-        self._passes_before = 0  # those that Trainer does not count, of a stream
         self._is_resized = False  # whether another number of ranks has made some of the steps
         self._is_over = False  # whether that was the last one
         self._order: Order | None = None
@@ -74,10 +74,6 @@ class Position:
         self._before = 0 if pending is None else self.taken
         self._order = Order(drawn_from(loader), pending and pending["order"], f" Or {_INSTEAD}.")
         return self._order.go_through(batches)
-
-    def pass_of(self, epoch: int) -> int:
-        """Return the number of the pass that Trainer counts as this epoch."""
-        return epoch + self._passes_before
 
     def note_step(self, step: ReadStep) -> None:
         """Note that a batch is trained on, or is by others."""
@@ -180,7 +176,7 @@ class Position:
         if place is None:
             return False
         self._is_resized = place["is_resized"] or world != self._accelerator.num_processes
-        self.passes = self._passes_before = place["iteration"]
+        self.passes = self.passes_before = place["iteration"]
         self._pending, self.taken, self._deals = place, place["steps"], place["deals"]
         if place["deals"]:
             self._order = Order(drawn_from(loader), place["order"], f" Or {_INSTEAD}.")

@@ -1,7 +1,7 @@
 """A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -90,11 +90,10 @@ class LockstepModelParticipant(Participant):
 
         watch = Watch(self.shadow.parameters)
         watch.begin(came)
-        try:
+        with ExitStack() as stack:
+            stack.callback(watch.end)
+            stack.callback(self._pieces.reset)
             yield
-        finally:
-            self._pieces.reset()
-            watch.end()
 
     def before_collective(self, ddps: bool) -> None:
         self._pieces.before_collective(ddps)
@@ -103,10 +102,9 @@ class LockstepModelParticipant(Participant):
     def following_backward(self, output: Tensor) -> Iterator[None]:
         """Put around what a joined rank answers in such a backward; `output` is what its forward has returned."""
         self._pieces.open(lambda: torch.autograd.backward(output))
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._pieces.reset)
             yield
-        finally:
-            self._pieces.reset()
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == FIRED:

@@ -9,6 +9,7 @@ one; the buffers that `buffer_callback` has taken are asked for in the same orde
 import io
 import pickle
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +69,6 @@ def unpack(skeleton: Skeleton, contents: Sequence[Tensor]) -> Any:
     return _Unpickler(skeleton, contents).load()
 
 
-def _storage_of(content: Tensor) -> torch.UntypedStorage:
-    return content.untyped_storage()
-
-
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._take)
@@ -100,7 +97,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, torch.UntypedStorage):
             return NotImplemented
         # As a tensor of its bytes: what pickle makes of it cannot be read again.
-        return _storage_of, (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
+        return methodcaller("untyped_storage"), (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

@@ -208,7 +208,8 @@ class WeighedLosses:
         if not in_backward():
             self._has_accumulated = self.trains = True
             if (factor := self.factor) != 1.0:
-                self._check_order()
+                if self.reads_ahead and self._forward_in is not None:
+                    raise _ahead(self.number)
                 tensors = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else [*tensors]
                 given = (
                     [grad_tensors] if isinstance(grad_tensors, Tensor) else [*(grad_tensors or [None] * len(tensors))]
@@ -223,10 +224,6 @@ class WeighedLosses:
                 "A pipeline's schedule of zero bubbles, with placeholder=, in a step in which this rank's loss does not"
                 " count 1: it calls torch.autograd.grad, which knows no weight. Use ScheduleGPipe or Schedule1F1B."
             )
-
-    def _check_order(self) -> None:
-        if self.reads_ahead and self._forward_in is not None:
-            raise _ahead(self.number)
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
         self._forward_in = self.number
