@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -246,7 +247,8 @@ class Joins:
         scaler = getattr(self.precision, "scaler", None)
         given = [*self._set_up, *self.joinables, *([] if scaler is None else [scaler])]
         things = {id(thing): thing for thing in map(_compat.unwrap_objects, given)}
-        return [*things.values(), _Nothing()]
+        # The last takes part where nothing else does: in an evaluation of a model that was not set up.
+        return [*things.values(), SimpleNamespace(state_dict=dict, load_state_dict=dict)]
 
     # ------------------------------------------------------------ loops
 
@@ -465,16 +467,6 @@ class _Launcher(_compat.MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Its processes end without `atexit`, and call no `sys.excepthook`.
         return super().launch(partial(own_loops.to_the_end, function), *args, **kwargs)
-
-
-class _Nothing:
-    """What takes part where nothing else does: an evaluation of a model that was not set up."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:

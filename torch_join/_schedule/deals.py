@@ -46,8 +46,8 @@ class Dealer:
 
     def of(self, indices: Sequence[Any]) -> Any:
         """Return what yields these, in the place of what a loader has."""
-        own, rest = self._batches, Rest(indices)
-        return rest if own is None else BatchSampler(rest, own.batch_size, own.drop_last)
+        own = self._batches
+        return indices if own is None else BatchSampler(indices, own.batch_size, own.drop_last)
 
     def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], Tensor, Tensor]:
         """Return all that there is to so many ranks, in the order in which it comes: what, whose, and at which place.
@@ -108,19 +108,6 @@ def _counted(shares: Sequence[Sequence[Any]]) -> Counter[Any]:
 def _deals_in_turn(kind: type) -> bool:
     iterating = next(base for base in kind.__mro__ if "__iter__" in vars(base))
     return iterating.__module__.startswith(_IN_TURN)
-
-
-class Rest:
-    """A sampler of what is left for this rank."""
-
-    def __init__(self, indices: Sequence[Any]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
 
 def dealer_of(loader: Any) -> Dealer | None:
