@@ -6,7 +6,6 @@ only shows: what all ranks hold alike after each has trained, they keep alike. T
 BatchNorm's counter is alike where its statistics are not.
 """
 
-import hashlib
 import warnings
 from collections.abc import Container, Iterator, Sequence
 from weakref import WeakSet
@@ -20,9 +19,10 @@ from torch_join._compat import ddp as _compat
 from torch_join._compat import optimizer_state as _compat_state
 from torch_join._compat.metrics import is_metric
 from torch_join._control.channel import Channel
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import Digests, checksums
 from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import set_own
+from torch_join._handover.state import Capture
 
 Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all are
 Buffers = dict[str, Tensor]
@@ -50,7 +50,7 @@ class UnsyncedBuffers:
 
     def clear(self) -> None:
         """Forget what there was: a tail is over."""
-        self._seen: tuple[dict[str, str], list[str]] | None = None  # digests, and what was changed before a forward
+        self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and what was changed before a forward
         self._alike: set[str] = set()
         self.untold: list[str] = []
 
@@ -73,7 +73,7 @@ class UnsyncedBuffers:
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
         # Of what nobody else has trained yet nobody can tell.
-        said = channel.gather(self._seen, of=tuple[dict[str, str], list[str]] | None)
+        said = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
         trained = [digests for digests, _ in filter(None, said) if digests]
         self.can_tell = len(trained) > 1
         first = trained[0] if self.can_tell else {}
@@ -132,15 +132,12 @@ class UnsyncedBuffers:
                     found[f"model {index} ({type(model).__name__}): {path}"] = module, own
         return found
 
-    def _digests(self, models: Sequence[nn.Module]) -> dict[str, str]:
+    def _digests(self, models: Sequence[nn.Module]) -> dict[str, int]:
         within = {id(module) for model in models for module in model.modules()}
         found = {path: buffers for path, (module, buffers) in self._modules().items() if id(module) in within}
-        sums = iter(checksums([buffer for buffers in found.values() for buffer in buffers.values()]))
-        said = {
-            path: [f"{name} {buffer.dtype} {tuple(buffer.shape)} {next(sums)}" for name, buffer in buffers.items()]
-            for path, buffers in found.items()
-        }
-        return {path: hashlib.blake2b("; ".join(its).encode(), digest_size=8).hexdigest() for path, its in said.items()}
+        capture = Capture()
+        trees = {path: [capture.tree(buffers, path)] for path, buffers in found.items()}
+        return Digests(trees, capture.tensors).read()
 
 
 class StepBuffers:
