@@ -28,7 +28,7 @@ from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
-    from lightning_join._monitor.monitor import JoinMonitor
+    from lightning_join._monitor import JoinMonitor
     from lightning_join._names import names as _names
     from lightning_join._predicting.gather import gather_predictions
     from lightning_join._predicting.writer import JoinPredictionWriter, read_predictions

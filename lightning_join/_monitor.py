@@ -137,12 +137,11 @@ class JoinMonitor(Callback):
                 + " Training is exact either way."
             )
 
-    def on_train_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if trainer.is_global_zero:
-            self._monitor.write()
+    def on_train_end(self, *_: Any) -> None:
+        self._monitor.write_rest()
 
-    def on_exception(self, trainer: "pl.Trainer", *_: Any) -> None:
-        self.on_train_end(trainer)
+    def on_exception(self, *_: Any) -> None:
+        self._monitor.write_rest()
 
 
 def _rebalancing_of(trainer: Any) -> tuple[bool, int, int, int]:

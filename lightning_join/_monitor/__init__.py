@@ -1,4 +1,0 @@
-"""`JoinMonitor`: how uneven the dataloaders are, and what that costs.
-
-Begin with: `monitor.py`.
-"""
