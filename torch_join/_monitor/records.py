@@ -183,15 +183,11 @@ class EpochRecord:
         joined = [(rank.active_seconds, number) for number, rank in enumerate(self.ranks) if rank.joined_at is not None]
         if not joined:
             return f"{text} in {self.seconds:.1f} s, no rank joined."
-        first_to_last = [self._when(number) for _, number in sorted(joined)]
+        first_to_last = [f"rank {n} at batch {self.ranks[n].joined_at} after {s:.1f} s" for s, n in sorted(joined)]
         if not few and len(first_to_last) > 2:
             first_to_last = [first_to_last[0], f"{len(first_to_last) - 2} more", first_to_last[-1]]
         idle = f"{self.idle_share:.0%} of rank-seconds idle"
         return f"{text} in {self.seconds:.1f} s, {idle}. Joined: {', '.join(first_to_last)}."
-
-    def _when(self, number: int) -> str:
-        rank = self.ranks[number]
-        return f"rank {number} at batch {rank.joined_at} after {rank.active_seconds:.1f} s"
 
 
 _SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": fmean, "max": max}

@@ -163,7 +163,11 @@ class Gradients:
                     if leaves_traces:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
-                        raise _unseen(holder)
+                        raise JoinError(
+                            "Gradients were cleared by hand through `.data`, and this rank has nothing of the one of"
+                            f" shape {tuple(holder.shape)}, nor of others in its unit: nobody can tell whether it was"
+                            " cleared too, on ranks that have joined. Call the zero_grad() of the optimizer."
+                        )
                 if kept != cleared:
                     return KEPT if kept else CLEARED
                 # What is zero was there when others were cleared. What is not there may be part of an accumulation.
@@ -324,15 +328,6 @@ class Gradients:
             " cleared since. Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run"
             " a backward in each of its steps."
         )
-
-
-def _unseen(parameter: Tensor) -> JoinError:
-    """Return the error of an empty shard, where those of other units were cleared without a trace."""
-    return JoinError(
-        f"Gradients were cleared by hand through `.data`, and this rank has nothing of the one of shape"
-        f" {tuple(parameter.shape)}, nor of others in its unit: nobody can tell whether it was cleared too, on ranks"
-        " that have joined. Call the zero_grad() of the optimizer."
-    )
 
 
 def _measure(gradients: Sequence[Tensor | None]) -> list[Measure]:
