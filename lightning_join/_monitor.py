@@ -14,9 +14,10 @@ from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._packages import check_trainer
+from lightning_join._strategy_protocol import rebalancing_of
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinTypeError, JoinValueError
-from torch_join.integration import Channel, EpochRecord, StepDriver, Stopwatch
+from torch_join.integration import Channel, EpochRecord, Stopwatch
 
 
 class JoinMonitor(Callback):
@@ -100,7 +101,8 @@ class JoinMonitor(Callback):
         self._warned = False
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._stopwatch, self._joined_at = Stopwatch(given_bytes=_rebalancing_of(trainer)[-1]), None
+        rebalancing = rebalancing_of(trainer)
+        self._stopwatch, self._joined_at = Stopwatch(given_bytes=rebalancing.nbytes if rebalancing else 0), None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -118,10 +120,11 @@ class JoinMonitor(Callback):
         self._stopwatch.pause(time.monotonic() - self._validation_start)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        rebalances, *exchanged = _rebalancing_of(trainer)
+        rebalancing = rebalancing_of(trainer)
+        exchanged = (*rebalancing.exchanged, rebalancing.nbytes) if rebalancing else (0, 0, 0)
         mine = replace(self._stopwatch.stop(*exchanged), joined_at=self._joined_at, reading_seconds=None)
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
-        record = self._monitor.add_loop(mine, channel, True, rebalances, trainer.current_epoch)
+        record = self._monitor.add_loop(mine, channel, True, rebalancing is not None, trainer.current_epoch)
         if record is None:
             return
         rank_zero_info(f"JoinMonitor: {record}")
@@ -133,7 +136,7 @@ class JoinMonitor(Callback):
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
                 f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
                 " data out anew, or to give all ranks one dataset, which Lightning then shards."
-                + ("" if rebalances else " With rebalance=True the strategy saves as much at once, by other steps.")
+                + ("" if rebalancing else " With rebalance=True the strategy saves as much at once, by other steps.")
                 + " Training is exact either way."
             )
 
@@ -142,12 +145,3 @@ class JoinMonitor(Callback):
 
     def on_exception(self, *_: Any) -> None:
         self._monitor.write_rest()
-
-
-def _rebalancing_of(trainer: Any) -> tuple[bool, int, int, int]:
-    """Return whether batches are rebalanced; how many this rank has given in the epoch, and got; bytes in the fit."""
-    driver: StepDriver | None = getattr(trainer.strategy, "driver", None)
-    if driver is None:
-        return False, 0, 0, 0
-    rebalancing = driver.rebalancing
-    return rebalancing.enabled, *rebalancing.exchanged, rebalancing.nbytes

@@ -97,7 +97,7 @@ def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
 
 def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:
     """Return what rebalances the batches of this run, if they are."""
-    driver = strategy_of(trainer).driver
+    driver: StepDriver | None = getattr(trainer.strategy, "driver", None)  # Lightning's strategy of one device has none
     return driver.rebalancing if driver is not None and driver.rebalancing.enabled else None
 
 
