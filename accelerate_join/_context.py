@@ -1,6 +1,5 @@
 """The three ways into the context, in which `torch_join.Join` is around what an accelerator has prepared."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from accelerate_join._accelerator import class_replaced, gather_in_order
 from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
-from torch_join import Join, JoinTypeError, JoinValueError, UnsupportedError
+from torch_join import Join, JoinDataWarning, JoinTypeError, JoinValueError, UnsupportedError
 from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed, setting
 
 T = TypeVar("T")
@@ -353,11 +352,10 @@ class AcceleratorContext:
     def warn_of_mixed_epochs(self) -> None:
         """Warn, on a process that has run out before others, that its epochs were not trained with theirs."""
         if self._mixes and not self._driver.members.last_joiner:
-            warnings.warn(
+            JoinDataWarning.warn(
                 f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"
                 " once in join_uneven_inputs, and ran out of batches before others: it began each epoch while they were"
                 " in the one before. Loop over `join.batches(loader)`, over accelerator.join_batches(loader) without"
                 " the `with`, or wrap the data in accelerate.data_loader.DataLoaderShard; or use a `with` for each"
-                " epoch.",
-                stacklevel=4,
+                " epoch."
             )

@@ -6,7 +6,6 @@ cannot be exchanged: `__class__` is a property that tells the wrapped loader's.)
 """
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from accelerate_join import _compat
 from accelerate_join._prepared import PreparedLoader
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import (
     Begin,
     Count,
@@ -276,13 +275,12 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
                 if isinstance(shard, BatchSamplerShard):
                     stack.enter_context(setting(shard, even_batches=value))
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
-                warnings.warn(
+                JoinDataWarning.warn(
                     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
                     " iterable, or are dispatched from the main process: these fill up their last batches with samples"
                     " that are there already, and train on them twice. To see each sample once, give each process its"
                     " own part of the stream and wrap it in accelerate.data_loader.DataLoaderShard without preparing"
-                    " it; or pass even_batches=None to leave it as it is without this warning.",
-                    stacklevel=5,
+                    " it; or pass even_batches=None to leave it as it is without this warning."
                 )
         yield
 

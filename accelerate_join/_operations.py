@@ -1,7 +1,6 @@
 """Accelerate's operations inside the context: what is gathered, logged and saved, and by whom."""
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ import accelerate
 from accelerate_join import _compat, _positions
 from accelerate_join._active import ActiveOperations
 from accelerate_join._prepared import Progress
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import (
     LoopDriver,
     Participant,
@@ -117,11 +116,10 @@ class Operations(ActiveOperations, Participant):
             placeholders.bring_buffers()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
-            warnings.warn(
+            JoinDataWarning.warn(
                 f"save_state at step {self.driver.step_number}, where an accumulation has begun: no checkpoint of"
                 " Accelerate holds gradients, so that a resumed run leaves these batches out. Save where"
-                " accelerator.sync_gradients is true, after the optimizer's step.",
-                stacklevel=4,
+                " accelerator.sync_gradients is true, after the optimizer's step."
             )
         when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
         is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()
@@ -240,13 +238,12 @@ class Operations(ActiveOperations, Participant):
         """Warn once, on a rank that has joined, that its metrics would lack what it does not see."""
         if for_metrics and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            JoinDataWarning.warn(
                 f"Rank {self.members.rank} has run out of batches, and does not see what the others gather for metrics"
                 " from now on in this loop. A metric that it computes itself is of a part of the samples only. Rank 0"
                 " sees everything where Accelerate has sharded the data. For a metric that all ranks have, evaluate"
                 " with even_batches=True (outside of the context, for example), or sum up on each rank and reduce"
-                " after the loop.",
-                stacklevel=2,
+                " after the loop."
             )
 
 

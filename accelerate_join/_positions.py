@@ -4,7 +4,6 @@ Beside Accelerate's own files each process writes one of its own, `join_position
 that needs no other process: a script may have the main process alone save.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -31,7 +30,7 @@ from accelerate_join._loaders import (
     with_rest,
 )
 from accelerate_join._prepared import PreparedLoader
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import Deal, Order, gather_objects, global_kept, length_of, resumed_at, set_own, setting
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
@@ -97,11 +96,10 @@ def going_through(
     order = Order(drawn_from(known), place["order"] if resumed else None)
     deals, before, is_at_end = place["deals"] if resumed else [], skipped_in(loader), place["has_no_rest"]
     if place.get("is_new") and before and accelerator.is_main_process:
-        warnings.warn(
+        JoinDataWarning.warn(
             f"skip_first_batches({before}) is of another number of processes, which have written the checkpoint:"
             " load_state has told the loader what they have left, and it goes on with that. Batches are counted from 0"
-            " here.",
-            stacklevel=4,
+            " here."
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
@@ -278,11 +276,10 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
                 " checkpoint of an epoch's end."
             )
         if not any(newest["places"]):
-            warnings.warn(
+            JoinDataWarning.warn(
                 f"The checkpoint was written by {newest['world_size']} processes, and does not say where they were in"
                 " their loaders. If that was in the middle of an epoch, what this job of another number of processes"
-                " skips is not what was trained on. Resume from a checkpoint of an epoch's end.",
-                stacklevel=2,
+                " skips is not what was trained on. Resume from a checkpoint of an epoch's end."
             )
         by_loader = [*zip(*(each or newest["places"] for each in places), strict=True)]
         lacks = None in places

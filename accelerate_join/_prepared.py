@@ -1,7 +1,6 @@
 """What of an accelerator takes part: all that it has prepared, and how far it has come."""
 
 import gc
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_join import _compat
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinDriftWarning, JoinError, UnsupportedError
 from torch_join.integration import is_engine, is_sharded_model
 
 PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher | SkipDataLoader
@@ -88,10 +87,9 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         if is_called_itself(model) or any(model is one for one in known):
             continue
         if not found and is_wrapped(model):
-            warnings.warn(
+            JoinDriftWarning.warn(
                 f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
-                " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`.",
-                stacklevel=4,
+                " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`."
             )
         if len(found) > 1:
             raise JoinError(

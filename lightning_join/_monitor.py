@@ -8,7 +8,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
@@ -16,7 +16,7 @@ from lightning_join._callback import JOINING, JoinCallback
 from lightning_join._packages import check_trainer
 from lightning_join._strategy_protocol import rebalancing_of
 from torch_join import JoinMonitor as CoreMonitor
-from torch_join import JoinTypeError, JoinValueError
+from torch_join import JoinPerformanceWarning, JoinTypeError, JoinValueError
 from torch_join.integration import Channel, EpochRecord, Stopwatch
 
 
@@ -132,7 +132,7 @@ class JoinMonitor(Callback):
             logger.log_metrics(record.metrics(), step=_compat.epoch_end_step(trainer))
         if record.saving > self._reshard_above and not self._warned:
             self._warned = True
-            rank_zero_warn(
+            rank_zero_only(JoinPerformanceWarning.warn)(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
                 f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
                 " data out anew, or to give all ranks one dataset, which Lightning then shards."

@@ -8,7 +8,10 @@
 
 from torch_join._base.errors import (
     EarlyTerminationError,
+    JoinDataWarning,
+    JoinDriftWarning,
     JoinError,
+    JoinPerformanceWarning,
     JoinTimeoutError,
     JoinTypeError,
     JoinValueError,
@@ -32,8 +35,11 @@ __version__ = "0.2.0"
 __all__ = [
     "EarlyTerminationError",
     "Join",
+    "JoinDataWarning",
+    "JoinDriftWarning",
     "JoinError",
     "JoinMonitor",
+    "JoinPerformanceWarning",
     "JoinTimeoutError",
     "JoinTypeError",
     "JoinValueError",

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -24,7 +23,7 @@ from accelerate_join._loaders import refuse_distributed_sampler
 from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
-from torch_join import JoinTypeError, UnsupportedError, Weighting
+from torch_join import JoinDataWarning, JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import Options, Placeholder, factor_of_count, length_of, setting
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination", "placeholder")
@@ -395,9 +394,8 @@ def _has_empty(data: Any) -> bool:
 
 
 def _warn_of_filled(name: str) -> None:
-    warnings.warn(
+    JoinDataWarning.warn(
         f"{name}: Accelerate deals out this stream, and fills up its last batches with samples that are there already:"
         " they are trained on twice. To train on each sample once, give each rank a dataset of its own"
-        " (own_shards=True).",
-        stacklevel=4,
+        " (own_shards=True)."
     )

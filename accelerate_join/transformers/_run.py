@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -24,7 +23,7 @@ from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._stopping import Stopping
-from torch_join import JoinError, JoinValueError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, JoinValueError, JoinWarning, UnsupportedError
 from torch_join.integration import (
     Beginning,
     Evened,
@@ -160,7 +159,7 @@ class Run:
         loader.tell(lengths, examples)
         dealt = examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
-            warnings.warn(text, stacklevel=2)
+            JoinDataWarning.warn(text)
 
     # ------------------------------------------------------------ reading
 
@@ -194,10 +193,9 @@ class Run:
         if self._factor is not None and self._join is not None and self._join.in_tail:
             told = {name: _plain(value) for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
-                warnings.warn(
+                JoinWarning.warn(
                     f"{', '.join(left_out)} was logged in a step that not all ranks have, and rank 0, which may have"
-                    " joined, does not log it: only numbers, strings, lists and tensors can be sent to it.",
-                    stacklevel=2,
+                    " joined, does not log it: only numbers, strings, lists and tensors can be sent to it."
                 )
             self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)

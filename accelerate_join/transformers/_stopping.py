@@ -1,10 +1,10 @@
 """Stopping on all ranks together where a callback of some ranks alone asks for it."""
 
-import warnings
 from typing import Any
 
 import torch
 
+from torch_join import JoinWarning
 from torch_join.integration import Channel, name_ranks
 
 _FLAGS = ("should_epoch_stop", "should_training_stop")
@@ -60,8 +60,10 @@ class Stopping:
                 setattr(control, flag, any(said))
             asking = [rank for rank, said in enumerate(everyone) if any(said)]
             if channel.rank == 0 and 0 < len(asking) < len(everyone):
-                text = f"All ranks stop at step {step}: {name_ranks(asking)} alone asked for it, here or before."
-                warnings.warn(text, stacklevel=2)
+                JoinWarning.warn(
+                    f"All ranks stop at step {step}: {name_ranks(asking)} alone asked for it, here or before. Ask on"
+                    " all of them, by a value that they share."
+                )
             return
         self._places += 1
         place, verdict = f"stop/at/{self._places}", f"stop/all/{self._places}"

@@ -11,7 +11,7 @@ from typing import Any, cast
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_join import _compat
 from lightning_join._compat import TrainingEpochLoop
@@ -30,7 +30,7 @@ from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.learning_rates import check_plateaus
-from torch_join import JoinError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import PlaceholderLockstep, setting
 
 
@@ -283,10 +283,11 @@ class JoinEpochLoop(TrainingEpochLoop):
             self._kept = batch, None
         if ranks and join.active_ranks:
             lost = join.plan.lost if join.plan is not None else 0
-            rank_zero_warn(
+            rank_zero_only(JoinDataWarning.warn)(
                 f"`on_train_batch_start` returned -1 at batch {self.batch_idx} on ranks {ranks} only. They skip the"
                 f" rest of the epoch; ranks {list(join.active_ranks)} go on."
                 + (f" {lost} batches that others had given away are not trained on in this epoch." if lost else "")
+                + " Return -1 on all ranks, unless this was meant."
             )
         cast(JoinBatchProgress, self.batch_progress).ask(join)
         return None if join.active_ranks else -1

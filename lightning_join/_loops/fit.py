@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_join import _compat
 from lightning_join._compat import FitLoop
@@ -31,7 +31,7 @@ from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.tuning import is_finding_learning_rate
 from lightning_join._training.unfreezing import take_unfrozen_parameters
-from torch_join import JoinError, JoinValueError, UnsupportedError
+from torch_join import JoinDataWarning, JoinError, JoinValueError, JoinWarning, UnsupportedError
 from torch_join.integration import VERSION, LoaderPlace, Resuming, name_ranks, setting, steps_of
 
 REQUESTS = ("stop", "sigterm", "requeue", "validate")
@@ -125,10 +125,11 @@ class JoinFitLoop(FitLoop):
         if steps is None or steps <= self.max_batches or self._has_warned:
             return
         self._has_warned = True
-        rank_zero_warn(
+        rank_zero_only(JoinWarning.warn)(
             f"Rebalanced, the epoch has {steps} steps, and not {self.max_batches} as the trainer said before"
             " (trainer.estimated_stepping_batches): a rank cannot give away as many batches as it would have to, for"
-            " their size or since they cannot be sent. A schedule made for the smaller number ends before the training."
+            " their size or since they cannot be sent. A schedule made for the smaller number ends before the training:"
+            f" make it for {steps}."
         )
 
     def set_steps(self, steps: int | float | None) -> None:
@@ -265,10 +266,10 @@ class JoinFitLoop(FitLoop):
         if ranks:
             trainer.should_stop = True
         if ranks and not agreed_before and len(ranks) < trainer.world_size:
-            rank_zero_warn(
+            rank_zero_only(JoinWarning.warn)(
                 f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
                 f" ({name_ranks(ranks)}), at global step {trainer.global_step} or just before it. All ranks stop"
-                " together, after the next step at the latest."
+                " together, after the next step at the latest. Set it on all ranks, by a value that they share."
             )
         return agreed
 
@@ -298,7 +299,7 @@ class JoinFitLoop(FitLoop):
         if (join := strategy_of(trainer).join) is not None:
             join.catch_up()  # in place: Lightning has taken references of what it saves of the module
         if self.epoch_loop._should_accumulate():
-            rank_zero_warn(
+            rank_zero_only(JoinDataWarning.warn)(
                 f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, where an"
                 " accumulation has begun: no checkpoint of Lightning holds gradients, so that a resumed run leaves"
                 " these batches out. Save after the optimizer's step."
@@ -384,7 +385,7 @@ class JoinFitLoop(FitLoop):
             anew = getattr(fetcher.keeper, "stateless", [])
         if ready > 0 and anew:
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
-            rank_zero_warn(
+            rank_zero_only(JoinDataWarning.warn)(
                 "You're resuming from a checkpoint that was written amid an epoch, and where train dataloaders were in"
                 f" it is not known ({names}: {why_unknown(record)}): these begin anew, so that what was trained on of"
                 " that epoch is trained on twice. Resume from a checkpoint of an epoch's end, or use dataloaders with"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_join._reading.combined import state_of
-from torch_join import UnsupportedError
+from torch_join import JoinDataWarning, UnsupportedError
 from torch_join.integration import VERSION, LoaderPlace, keeps_place, place_of_state
 
 KEY = "torch_join"
@@ -38,7 +38,7 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
     """Return the same for a checkpoint of another strategy, which has the states of rank 0's dataloaders."""
-    rank_zero_warn(
+    rank_zero_only(JoinDataWarning.warn)(
         "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
         " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
         " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
@@ -109,7 +109,7 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
             " whose loops are Lightning's own. Resume with as many ranks, or from a checkpoint of an epoch's end."
         )
     if not all(place and place.get("dealt") for place in places):
-        rank_zero_warn(
+        rank_zero_only(JoinDataWarning.warn)(
             f"The checkpoint was written by {world} ranks and this job has {world_size}, so the states of its"
             " dataloaders are left out: the next epoch begins with new ones."
         )

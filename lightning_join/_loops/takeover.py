@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_join import _compat
 from lightning_join._logging.results import JoinResultCollection
@@ -20,7 +20,7 @@ from lightning_join._loops.prediction import JoinPredictionLoop
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.signals import JoinSignalConnector
 from lightning_join._strategy_protocol import JoiningStrategy
-from torch_join import UnsupportedError
+from torch_join import JoinWarning, UnsupportedError
 
 CLASSES: dict[type, type] = {
     _compat.FitLoop: JoinFitLoop,
@@ -93,11 +93,14 @@ def _results(trainer: Any) -> list[Any]:
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:
     # They save on the one rank that raised, and saving takes collectives that the others never issue.
-    reason = "saving takes part of every rank, and the others do not know that one has raised. It is skipped."
+    reason = "saving takes part of every rank, and the others would not. It is skipped: save every so many steps."
     for callback in list(trainer.callbacks):
         if isinstance(callback, OnExceptionCheckpoint):
             trainer.callbacks.remove(callback)
-            rank_zero_warn(f"OnExceptionCheckpoint cannot work with several ranks: {reason}")
+            name = "OnExceptionCheckpoint"
         elif _compat.saves_on_exception(callback):
             callback.save_on_exception = False
-            rank_zero_warn(f"ModelCheckpoint(save_on_exception=True) cannot work with several ranks: {reason}")
+            name = "ModelCheckpoint(save_on_exception=True)"
+        else:
+            continue
+        rank_zero_only(JoinWarning.warn)(f"{name} cannot work with several ranks: {reason}")

@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_join import _compat
 from lightning_join._compat import CombinedLoader, DataFetcher, PrefetchDataFetcher
 from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
-from torch_join import UnsupportedError
+from torch_join import JoinDataWarning, UnsupportedError
 from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain, setting
 
 
@@ -285,7 +285,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
             raise StopIteration
         while batch is None:
             # There is nothing to train on; a rank that made a step of it would be out of step.
-            rank_zero_warn(
+            rank_zero_only(JoinDataWarning.warn)(
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
                 " Such a batch is left out."
             )

@@ -8,12 +8,12 @@ from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_join._compat import parse_num_batches, sized_len
 from lightning_join._reading.samplers import sharded_samples
-from torch_join import JoinValueError
+from torch_join import JoinDataWarning, JoinValueError
 from torch_join.integration import Channel, closed, dealt_again, is_length_certain, name_ranks
 
 
@@ -90,7 +90,7 @@ def warn(everyone: Sequence[Loaders]) -> None:
         remedy = "Pass Trainer(use_distributed_sampler=False)"
         samples = [each.sharded[place] for each in everyone]
         if (text := dealt_again(samples, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
-            rank_zero_warn(text)
+            rank_zero_only(JoinDataWarning.warn)(text)
 
 
 def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
@@ -137,7 +137,7 @@ def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int |
 
 def warn_of_missing(rank: int, claimed: int, end: int) -> None:
     """Warn that a rank has fewer batches than its dataloader had said."""
-    rank_zero_warn(
+    rank_zero_only(JoinDataWarning.warn)(
         f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
-        " those; training goes on with the other ranks' batches."
+        " those; training goes on with the other ranks' batches. Return its true number from `__len__`, or have none."
     )

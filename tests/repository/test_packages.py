@@ -24,9 +24,9 @@ PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
 
 PUBLIC = {
     torch_join: """
-        EarlyTerminationError Join JoinError JoinMonitor JoinTimeoutError JoinTypeError JoinValueError JoinWarning
-        JoinableMetric JoinableModel JoinableOptimizer JoinableState PeerFailedError UnpaddedDistributedSampler
-        UnsupportedError Weighting windows
+        EarlyTerminationError Join JoinDataWarning JoinDriftWarning JoinError JoinMonitor JoinPerformanceWarning
+        JoinTimeoutError JoinTypeError JoinValueError JoinWarning JoinableMetric JoinableModel JoinableOptimizer
+        JoinableState PeerFailedError UnpaddedDistributedSampler UnsupportedError Weighting windows
     """,
     torch_join.integration: """
         VERSION Begin Beginning Changes Channel Count Deal Dealer Driver EpochRecord Evened EvenedLoader FileRows
@@ -38,8 +38,8 @@ PUBLIC = {
         is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows join_with keeps_place
         leads_to length_of listed make_placeholder name_ranks naming_missing open_channel own_loops place_of_state
         read_rows refuse_position renamed resumed_at runs_in_ray sampler_of set_own setting sharded_lockstep_join
-        state_of steps_of take_group_options telling_failures told_epochs use_device warn_renamed whole_signature
-        without_rows
+        state_of steps_of take_group_options telling_failures told_epochs use_device warn_renamed
+        whole_signature without_rows
     """,
     lightning_join: """
         DDPJoinStrategy DeepSpeedJoinStrategy EarlyTerminationError FSDPJoinStrategy JoinCallback JoinError

@@ -9,10 +9,16 @@
     └── JoinTimeoutError (TimeoutError)  another rank did not answer in time
 
     JoinWarning (UserWarning)         what works, but perhaps not as meant
+    ├── JoinDriftWarning              ranks hold different states, or a value of some ranks' batches alone
+    ├── JoinDataWarning               samples are left out, trained on twice, or read in another order
+    ├── JoinPerformanceWarning        it takes longer than it has to
+    └── JoinFutureWarning (FutureWarning)  an old name, which works until the next minor release
 
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 
@@ -56,6 +62,39 @@ class JoinTimeoutError(JoinError, TimeoutError):
 
 class JoinWarning(UserWarning):
     """What works, but perhaps not as meant."""
+
+    @classmethod
+    def warn(cls, text: str) -> None:
+        """Warn at the line of the user's code that has led here; at the outermost one, where none of it has."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+            frame = frame.f_back
+        name, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, cls, frame.f_code.co_filename, frame.f_lineno, name, registry)
+
+
+class JoinDriftWarning(JoinWarning):
+    """Ranks hold different states, or a value of some ranks' batches alone."""
+
+
+class JoinDataWarning(JoinWarning):
+    """Samples are left out, trained on twice, or read in another order."""
+
+
+class JoinPerformanceWarning(JoinWarning):
+    """It takes longer than it has to."""
+
+
+class JoinFutureWarning(JoinWarning, FutureWarning):
+    """An old name, which works until the next minor release."""
+
+
+_OURS = "torch_join lightning_join pytorch_lightning_join accelerate_join"
+_FRAMEWORKS = (
+    "torch torchmetrics lightning lightning_fabric lightning_utilities pytorch_lightning accelerate transformers trl"
+    " deepspeed contextlib functools"
+)
+_NOT_USERS = frozenset(f"{_OURS} {_FRAMEWORKS}".split())
 
 
 def raise_any(error: BaseException | None) -> None:

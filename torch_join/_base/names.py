@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -58,12 +57,10 @@ def _warn_of_newer(framework: str, seen: str) -> None:
     installed = _release_of(framework)
     newest = [int(part) for part in _NUMBERS.findall(seen)[-1].split(".")]
     if [int(part) for part in _NUMBERS.match(installed)[0].split(".")][: len(newest)] > newest:  # type: ignore[index]
-        warnings.warn(
+        JoinWarning.warn(
             f"{framework} {installed} is newer than the versions this package was tested with ({seen}). It has all"
             " private names that this package needs, but nobody has compared results. Before a long run, compare a"
-            f" short one with a single process, or install {framework} {seen}.",
-            JoinWarning,
-            stacklevel=3,
+            f" short one with a single process, or install {framework} {seen}."
         )
 
 

@@ -1,6 +1,5 @@
 """Collectives in backward, or of its gradients: who has to know of one before it is issued, and how it is weighted."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_join._base.errors import UnsupportedError, name_ranks
+from torch_join._base.errors import JoinDriftWarning, JoinWarning, UnsupportedError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._base.weighting import name_of
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
@@ -122,12 +121,11 @@ class Backwards:
         if "gather" in self._warned:
             return
         self._warned.add("gather")
-        warnings.warn(
+        JoinDriftWarning.warn(
             f"{zeros} {'have' if len(joined) > 1 else 'has'} joined: their rows are zeros, and a loss over the rows of"
             " all ranks (a contrastive one) takes them for samples. Use join.all_gather(x, sync_grads=True), or in"
             " Lightning self.all_gather: they return the rows of join.active_ranks alone, among which this rank's own"
-            " are at another place. If your code leaves the zeros out, nothing is wrong.",
-            stacklevel=2,
+            " are at another place. If your code leaves the zeros out, nothing is wrong."
         )
 
     def before_reduction(self, operation: str, reduce_op: str | None, tensors: Sequence[Tensor]) -> bool:
@@ -150,12 +148,11 @@ class Backwards:
             return False
         if reduce_op == "SUM" and "sum" not in self._warned:
             self._warned.add("sum")
-            warnings.warn(
+            JoinWarning.warn(
                 f"{operation} of gradients of a backward under no_sync, by {self.weighting}: each rank's were"
                 " multiplied in the backward by what it counts, such that their sum over the number of all ranks"
                 f" ({self._members.world_size}) is the weighted mean. Divide by that, not by len(join.active_ranks), or"
-                " use ReduceOp.AVG.",
-                stacklevel=2,
+                " use ReduceOp.AVG."
             )
         return True
 

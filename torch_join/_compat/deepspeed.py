@@ -3,13 +3,12 @@
 `tests/deepspeed/test_compat.py` notices when one of them goes.
 """
 
-import warnings
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
-from torch_join._base.errors import UnsupportedError
+from torch_join._base.errors import JoinWarning, UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.names import check_names, naming_missing
 
@@ -94,10 +93,9 @@ def check_engine(engine: Any) -> None:
                 " number of batches."
             )
     if version("deepspeed").split(".")[:2] != _FAMILY:
-        warnings.warn(
+        JoinWarning.warn(
             f"DeepSpeed {version('deepspeed')} has what Join needs of it, but it has not been tried, as {SEEN}.* has"
-            " been. Compare a short training with one on even inputs first.",
-            stacklevel=3,
+            " been. Compare a short training with one on even inputs first."
         )
 
 

@@ -11,7 +11,6 @@ after the handover    the same again, with every bit, and buffers; where `.grad`
 """
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._base.errors import name_ranks
+from torch_join._base.errors import JoinDriftWarning, name_ranks
 from torch_join._base.pytree import Slot, leaves
 from torch_join._control.channel import Channel
 from torch_join._handover.buffers import UnsyncedBuffers
@@ -165,7 +164,7 @@ class Audit:
 
     def _warn(self, channel: Channel, said: list[str]) -> None:
         if said and channel.rank == 0:
-            warnings.warn(" ".join(said), stacklevel=2)
+            JoinDriftWarning.warn(" ".join(said))
 
     # ------------------------------------------------------------ what there is
 

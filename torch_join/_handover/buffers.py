@@ -6,7 +6,6 @@ only shows: what all ranks hold alike after each has trained, they keep alike. T
 BatchNorm's counter is alike where its statistics are not.
 """
 
-import warnings
 from collections.abc import Container, Iterator, Sequence
 from weakref import WeakSet
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_join._base.errors import JoinDriftWarning
 from torch_join._base.specs import TensorSpec, flaw
 from torch_join._compat import ddp as _compat
 from torch_join._compat import optimizer_state as _compat_state
@@ -195,12 +195,11 @@ class StepBuffers:
         differ = [name for name in self._before if name not in now and (name in asked or not self._buffers.can_tell)]
         if differ and self._channel.rank == 0:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-            warnings.warn(
+            JoinDriftWarning.warn(
                 f"After an epoch in which ranks ran out of batches they differ in {', '.join(differ[:5])}{more}, where"
                 " they were the same before it: nobody broadcasts these buffers, and ranks without a batch ran no"
                 " forward. With hand_over_buffers=True (of the strategy) all ranks keep the same; False says that"
-                " each rank has its own.",
-                stacklevel=2,
+                " each rank has its own."
             )
 
     def _alike(self) -> dict[str, int]:

@@ -7,14 +7,13 @@ rank that serves within its loop and comes to that code only then, or be overwri
 there.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_join._base.errors import JoinError, name_ranks
+from torch_join._base.errors import JoinDriftWarning, JoinError, name_ranks
 from torch_join._handover.digest import Digests
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
@@ -95,11 +94,10 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
         )
     if inside and unknown and rank == 0:
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))
-        warnings.warn(
+        JoinDriftWarning.warn(
             f"Nobody can tell whether {ranks} changed something after the last batch that it took, which"
             f" {others}, still in the loop, would make a second time or undo: its loop's iterator was held"
-            " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop.",
-            stacklevel=2,
+            " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop."
         )
 
 

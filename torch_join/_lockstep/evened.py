@@ -13,7 +13,6 @@ it finds, when it comes to run it, which ranks have a batch in the step:
 """
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torch_join._base.errors import JoinError, JoinTypeError
+from torch_join._base.errors import JoinDataWarning, JoinError, JoinTypeError
 from torch_join._base.weighting import Count
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
@@ -292,11 +291,10 @@ class _Lengths:
         for rank in step.active_ranks if self._lengths else ():
             self._yielded[rank] += 1
         if self._steps == self._planned and not step.is_last_step:
-            warnings.warn(
+            JoinDataWarning.warn(
                 f"The train dataloaders have batches left after {self._planned} steps, which is as many as their"
                 f" lengths say (by rank: {self._lengths}). {self._framework} reads no further, in one process too."
-                " Return a length that is not too small, or none, and set the number of steps.",
-                stacklevel=2,
+                " Return a length that is not too small, or none, and set the number of steps."
             )
 
     def end(self) -> None:
@@ -305,11 +303,10 @@ class _Lengths:
             return  # a rank trains on others' batches
         for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
             if yielded < length:
-                warnings.warn(
+                JoinDataWarning.warn(
                     f"The train dataloader of rank {rank} said it had {length} batches and yielded {yielded}. The rank"
                     f" joins after those. {self._framework} has planned the learning rate and the number of steps by"
-                    " that length.",
-                    stacklevel=2,
+                    " that length: return the true number, or none."
                 )
 
 

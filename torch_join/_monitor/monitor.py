@@ -1,14 +1,13 @@
 """`JoinMonitor`: how uneven the inputs of a loop are, and what that costs."""
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch_join._base.errors import JoinTypeError, JoinValueError, name_ranks
+from torch_join._base.errors import JoinTypeError, JoinValueError, JoinWarning, name_ranks
 from torch_join._control.channel import Channel
 from torch_join._monitor.page import page
 from torch_join._monitor.plot import check_can_draw, draw_timeline
@@ -127,7 +126,9 @@ class JoinMonitor:
         except Exception as error:
             if path not in self._unwritten:
                 self._unwritten.add(path)
-                warnings.warn(f"JoinMonitor cannot write {path}: {error}. Training goes on.", stacklevel=3)
+                JoinWarning.warn(
+                    f"JoinMonitor cannot write {path}: {error}. Training goes on. Give it a path that can be written."
+                )
 
     @property
     def steps(self) -> int:

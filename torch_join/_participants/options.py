@@ -1,7 +1,5 @@
 """What a user chooses about joining: one object, made and checked where it is given, and passed on."""
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from torch_join._base.errors import JoinTypeError, JoinValueError
+from torch_join._base.errors import JoinFutureWarning, JoinTypeError, JoinValueError
 from torch_join._base.weighting import Weighting, resolve_weighting
 from torch_join._control.channel import TIMEOUT
 from torch_join._handover.audit import Often
@@ -140,10 +138,7 @@ def warn_renamed(old: str, new: str, both: bool) -> None:
     """Warn whoever has called the packages with a keyword's old name; raise if `both` were given."""
     if both:
         raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0].endswith("_join"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.", FutureWarning, stacklevel=level + 1)
+    JoinFutureWarning.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.")
 
 
 def whole_signature(kind: type, ours: type) -> Signature:

@@ -6,10 +6,10 @@ but where the active ranks gather something while some rank has joined.
 """
 
 import sys
-import warnings
 from typing import Any
 from weakref import ReferenceType, ref
 
+from torch_join._base.errors import JoinDriftWarning
 from torch_join._compat import metrics as _compat_metrics
 
 _warned: dict[int, "ReferenceType[Any]"] = {}  # a metric's hash changes with its state
@@ -27,10 +27,9 @@ def notice_metric(operation: str) -> None:
     if metric is None or ((known := _warned.get(id(metric))) is not None and known() is metric):
         return
     _warned[id(metric)] = ref(metric)
-    warnings.warn(
+    JoinDriftWarning.warn(
         f"{type(metric).__name__} syncs while some ranks have joined, and was not given to Join: zeros stand for what"
         " these have accumulated, and the value is wrong (a minimum of 0, a mean over too many). Give it to Join too:"
         " Join([model, optimizer, metric]). In Lightning, make it an attribute of the module. Or compute it only"
-        " after the loop: a rank that has computed it since its last update does not gather again, and others wait.",
-        stacklevel=2,
+        " after the loop: a rank that has computed it since its last update does not gather again, and others wait."
     )

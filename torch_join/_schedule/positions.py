@@ -8,7 +8,6 @@ The contract relied on: a `DataLoader` draws its base seed, and then asks its sa
 torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of something that it holds.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -17,7 +16,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
-from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.errors import JoinDataWarning, JoinValueError, UnsupportedError
 from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
 from torch_join._schedule.drawing import (
     drawing,
@@ -105,10 +104,9 @@ class Position:
             self.first = 0
             if place is not None:
                 if differs := differs_from(loader, self._size, place):
-                    warnings.warn(
+                    JoinDataWarning.warn(
                         f"The state was written after a loop over another loader than this {type(loader).__name__}"
-                        f" ({differs}), whose order may be another one than without the interruption.{advice}",
-                        stacklevel=2,
+                        f" ({differs}), whose order may be another one than without the interruption.{advice}"
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)

@@ -1,10 +1,9 @@
 """Rebalancing in one epoch after the other."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch_join._base.errors import JoinError, JoinTypeError
+from torch_join._base.errors import JoinError, JoinPerformanceWarning, JoinTypeError
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
 from torch_join._schedule.batch_exchange import Exchange, connections_of, find_problem
@@ -130,6 +129,8 @@ def max_sent_per_step_of(source: Source) -> int:
     try:
         _, contents = pack(batch)
     except JoinTypeError as error:
-        warnings.warn(f"{error}. So this rank trains on all of its batches itself.", stacklevel=2)
+        JoinPerformanceWarning.warn(
+            f"{error}. So this rank trains on all of its batches itself: yield tensors in lists and dictionaries."
+        )
         return 0
     return max(1, _AT_ONCE // max(1, sum(map(len, contents))))

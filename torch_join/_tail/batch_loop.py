@@ -1,7 +1,6 @@
 """One loop over `batches`: how it is begun, gone through, left by `break`, finished and measured."""
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -10,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from torch_join._base.closing import is_left_on_purpose
-from torch_join._base.errors import JoinValueError, raise_any
+from torch_join._base.errors import JoinDataWarning, JoinValueError, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import SyncedSteps
@@ -112,7 +111,7 @@ class BatchLoop:
             return False
         check_resumed(members.global_ranks, steps, loops)
         if (text := dealt_again(dealt, *self.reader.dealer)) is not None:
-            warnings.warn(text, stacklevel=2)
+            JoinDataWarning.warn(text)
         if self.asked:
             driver.tail.reads.forget()
         driver.tail.early_exit, driver.unasked = driver.unasked, None

@@ -1,6 +1,5 @@
 """Loops of users in which finished ranks run placeholders: each rank has as many steps as the longest one."""
 
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from torch_join._base.attributes import setting
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError, name_ranks
+from torch_join._base.errors import JoinError, JoinValueError, JoinWarning, UnsupportedError, name_ranks
 from torch_join._base.weighting import Count, count_samples, counter, weighted
 from torch_join._control.channel import Channel
 from torch_join._control.codec import is_closed
@@ -314,10 +313,9 @@ class PlaceholderLoop:
         with telling_failures(self._channel), setting(self._channel, suspect=watch.look):
             sent = self._channel.read(key)
         if sent is None:
-            warnings.warn(
+            JoinWarning.warn(
                 f"Rank 0, which logs, is finished, and what rank {leader} logs in step {step} is left out: only"
-                " numbers, strings, lists and tensors can be sent to rank 0.",
-                stacklevel=3,
+                " numbers, strings, lists and tensors can be sent to rank 0."
             )
         return cast(T | None, sent)
 

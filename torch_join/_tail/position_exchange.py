@@ -1,11 +1,10 @@
 """Every rank's place in its loader, for all active ranks: one of them writes it into a checkpoint."""
 
-import warnings
 from typing import Any, ClassVar, cast
 
 from torch_join._base.attributes import setting
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinError, name_ranks
+from torch_join._base.errors import JoinDataWarning, JoinError, name_ranks
 from torch_join._handover import objects as _objects
 from torch_join._participants.participant import Participant
 from torch_join._schedule.positions import LoaderPlace
@@ -63,7 +62,7 @@ class PositionExchange(Participant):
         )
         if amid:
             raise JoinError(text)
-        warnings.warn(f"It may be amid a window of accumulation: {text}", stacklevel=3)
+        JoinDataWarning.warn(f"It may be amid a window of accumulation: {text}")
 
     def mirror(self, kind: str, payload: Any) -> None:
         cast(TailLog, self.tail_log).asked += 1

@@ -5,7 +5,6 @@ there has its own last step's state. Whether others went on is known only when a
 said.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from torch_join._base.errors import JoinDriftWarning
 from torch_join._participants.hook import Hook
 
 
@@ -54,11 +54,10 @@ class StaleReads:
     def warn(self, rank: int) -> None:
         """Warn, where others have gone on without this rank, if anything was read; then forget it."""
         if self._read is not None:
-            warnings.warn(
+            JoinDriftWarning.warn(
                 f"Rank {rank} read the state of {self._read} after the last batch that it took from join.batches, and"
                 " before it waited for the others, which went on. What it read is of its own last step: a checkpoint of"
                 " that is old. Read it after a `for` over join.batches has ended, or after the `with`. (If it was"
-                " meant to be of that step, all is well.)",
-                stacklevel=2,
+                " meant to be of that step, all is well.)"
             )
         self.forget()

@@ -5,7 +5,6 @@ that has nothing to contribute contributes nothing. A metric keeps its states wh
 sharded by nature and never handed over.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base.attributes import replace, setting
-from torch_join._base.errors import JoinValueError, UnsupportedError
+from torch_join._base.errors import JoinDataWarning, JoinValueError, UnsupportedError
 from torch_join._base.membership import MeetingPoint
 from torch_join._compat import metrics as _compat_metrics
 from torch_join._participants._metrics.metric_states import exchange_states
@@ -128,8 +127,9 @@ class MetricParticipant(Participant):
         contributions = exchange_states(self.driver, metric, has_own)
         if not contributions:
             if hidden and self.members.rank == 0:
-                warnings.warn(
-                    f"{type(metric).__name__}.compute was called before any rank has updated the metric.", stacklevel=2
+                JoinDataWarning.warn(
+                    f"{type(metric).__name__}.compute was called before any rank has updated the metric."
+                    " Call it after a first update."
                 )
             sync_dist(lambda tensor, group=None: [tensor])
             return
