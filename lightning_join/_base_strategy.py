@@ -143,6 +143,7 @@ class Joining(JoiningStrategy):
         self.channel = open_channel(timeout=self._timeout or self.options.timeout)
         self.sets_up = True
         self.driver = StepDriver(self.channel, self.options, extract_batch_size)
+        self.driver.framework = "lightning.pytorch"
         self._step_values = self.driver.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "Trainer") -> None:

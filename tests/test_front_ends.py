@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib
+import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from tests.support.faults import log_of
 from tests.support.faults import run as run_fault
 from tests.support.run import TOLERANCE, Run, difference, reference, same_bits
 from tests.support.workers import Workers
@@ -92,6 +95,25 @@ def test_a_fault_raises_on_all_ranks(workers: Workers, fault: str, front_end: st
 def test_a_fault_is_warned_of(workers: Workers, fault: str, front_end: str, said: str, ranks: tuple[int, ...]) -> None:
     for rank, texts in enumerate(workers.run(2, run_fault, front_end, fault)):
         assert any(said in text for text in texts) == (rank in ranks)
+
+
+_TAIL = (
+    "Rank 0 has run out of batches; 1 of 2 ranks still have some. weighting='world': their steps are scaled by 1/2;"
+    " weighting='samples' counts each sample the same."
+)
+_EPOCH = (
+    "Epoch {}: 4 batches (1, 3 on 2 ranks) in N s, N% of rank-seconds idle. Joined: rank 0 at batch 1 after N s."
+    " rebalance=True would save about 1 of 3 steps."
+)
+
+
+@pytest.mark.parametrize("front_end", ALL)
+def test_a_log_says_who_has_finished_and_what_that_has_cost(workers: Workers, front_end: str) -> None:
+    first, second = workers.run(2, log_of, front_end)
+    assert first == []
+    lines = [re.sub(r"[\d.]+( s\b|%)", r"N\1", line) for line in second]
+    assert lines == [_TAIL, _EPOCH.format(0), _EPOCH.format(1)]
+    assert workers.run(2, log_of, front_end, logging.WARNING) == [[], []]
 
 
 @pytest.mark.parametrize("front_end", ALL)

@@ -107,6 +107,7 @@ class Run:
         runs_ahead = trainer.args.device.type != "cpu" and not trainer.args.logging_nan_inf_filter
         self.stopping = Stopping(self.channel, trainer.args.device if runs_ahead else None)
         self.driver = StepDriver(self.channel, trainer.join_options, _rows_of)
+        self.driver.framework = "transformers"
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
         self._stack = stack = ExitStack()
         where = self.driver, trainer.args.device
@@ -186,6 +187,7 @@ class Run:
         if self._join is not None:
             self._join.check_unfrozen("before train()")
             self._join.catch_up()
+            self._join.note_end()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
@@ -287,6 +289,8 @@ class Run:
         join.go_to(step)
         for monitor in self._monitors:
             monitor.note_step(join.joined)
+        averages = self._trainer.args.average_tokens_across_devices
+        join.remarks.weighs_items = num_items_in_batch is not None and averages
         factor, shown = self._factors(step, num_items_in_batch)
         if isinstance(join, PlaceholderLockstep):
             own = partial(own, model, num_items_in_batch=num_items_in_batch, **kwargs)

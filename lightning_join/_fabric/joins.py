@@ -257,7 +257,7 @@ class Joins:
         is_own, join = join is None, join or join_with(self.options, self._taking_part())
         driver = driver_of(join)
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
-        driver.log_epoch = self.log_own
+        driver.log_epoch, driver.framework = self.log_own, "lightning.fabric"
         try:
             with ExitStack() as stack:
                 with own_loops.begin(self, driver if is_own else None):

@@ -1,6 +1,9 @@
 """What a user may do wrong in a short training: a program for each front end, and a class for each fault."""
 
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.small import batches_of, network
 from tests.support.warned import warned
 from torch_join import Join, JoinMonitor
+from torch_join._tail import remarks
 
 LENGTHS = (1, 3)  # batches of two samples
 EPOCHS = 2
@@ -255,7 +259,9 @@ def transformers(fault: Fault) -> None:
     with accelerator_of(fault.rank), tempfile.TemporaryDirectory() as folder:
         Trainer(
             model=Net(),
-            args=arguments_of(Fit(LENGTHS, EPOCHS, accumulate=fault.window), folder, max_grad_norm=0.0),
+            args=arguments_of(
+                Fit(LENGTHS, EPOCHS, accumulate=fault.window), folder, max_grad_norm=0.0, log_level_replica="passive"
+            ),
             train_dataset=samples,
             callbacks=[JoinMonitor()] if fault.monitored() else [],
             own_shards=not fault.deals_out,
@@ -272,6 +278,36 @@ def run(rank: int, front_end: str, name: str) -> list[str]:
         program, fault = FRONT_ENDS[front_end], FAULTS[name](rank)
         to_the_end(rank, _on_rank, program, fault) if front_end == "fabric" else program(fault)
     return said
+
+
+# Whose log shows INFO: for the others what `logging.basicConfig(level=logging.INFO)` sets up.
+LOGS = {"lightning": "lightning.pytorch", "fabric": "lightning.fabric", "transformers": "transformers"}
+
+
+@contextmanager
+def logged(name: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What a log is given of ours within this, from the first loop of a job on; `level` is that of `torch_join`'s."""
+    lines: list[str] = []
+    handler, log, ours = logging.Handler(), logging.getLogger(name), logging.getLogger("torch_join")
+    handler.emit = lambda record: lines.append(record.getMessage()) if record.name == ours.name else None  # type: ignore[method-assign]
+    before = log.level
+    log.setLevel(logging.INFO)
+    ours.setLevel(level)
+    log.addHandler(handler)
+    remarks.SEEN.clear()
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        ours.setLevel(logging.NOTSET)
+
+
+def log_of(rank: int, front_end: str, level: int = logging.NOTSET) -> list[str]:
+    """Do a training without a fault; return what this rank logs."""
+    with logged(LOGS.get(front_end, ""), level) as lines:
+        run(rank, front_end, "Fault")
+    return lines
 
 
 def _on_rank(rank: int, program: Any, fault: Fault) -> None:

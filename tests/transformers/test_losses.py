@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.faults import logged
 from tests.support.front_ends.transformers import Fit, Net, Recording, Trained, reference, train
 from tests.support.workers import Workers
 
@@ -144,3 +145,17 @@ def test_in_place_of_a_loss_that_is_not_finite_the_mean_is_shown(workers: Worker
     fit = Fit(lengths, epochs=1, counts=False, extra={**PLAIN, "logging_steps": 6, "learning_rate": 0.0})
     found = workers.run(2, train, fit, NotFinite)
     assert shown(found, "loss") == [[pytest.approx((5 + 4 / 5) / 6, abs=1e-4)]] * 2
+
+
+def log_of(rank: int, fit: Fit) -> list[str]:
+    with logged("transformers") as lines:
+        train(rank, fit)
+    return lines
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_log_says_what_the_steps_of_a_tail_weigh(workers: Workers, counts: bool) -> None:
+    extra = {**PLAIN, "log_level_replica": "passive"}
+    _, lines = workers.run(2, log_of, Fit((1, 3), counts=counts, extra=extra))
+    text = "The trainer divides each step's loss by its number of items" if counts else "steps are scaled by 1/2"
+    assert text in lines[0]

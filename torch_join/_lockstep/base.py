@@ -27,6 +27,7 @@ from torch_join._schedule.rebalancer import Rebalancer, Source
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import following_zero
 from torch_join._tail.planned import refuse_model_parallel
+from torch_join._tail.remarks import Remarks
 
 
 class Lockstep:
@@ -47,6 +48,7 @@ class Lockstep:
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
         plan: What plans whose batch each rank trains on, in an epoch in which batches are rebalanced.
+        remarks: What is said of the epoch in the log.
         no_loss: Whether this rank has a batch and no loss that depends on the model.
         no_output: Whether it has returned nothing at all.
         follows_backward: Whether joined ranks take part in each collective of the backward of what is computed now.
@@ -144,6 +146,7 @@ class Lockstep:
         self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
         self.plan = None
         self._stepped, self._gone_to = optimizers, -1
+        self.remarks = Remarks(self.driver.members, self.driver.options, self.driver.framework, first_step)
         self._states.begin([self._whole, *optimizers, *others])
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
         everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
@@ -254,6 +257,10 @@ class Lockstep:
             self.plan.end()
         self._buffers.end()
 
+    def note_end(self) -> None:
+        """Say in the log what the epoch has cost, if it was uneven; all steps that were read are over."""
+        self.remarks.end(self._ranks.step + self._gone_to + 1)
+
     def catch_up(self) -> None:
         """Take what the steps of a tail have changed besides gradients, where it may be read; all ranks call this.
 
@@ -330,6 +337,7 @@ class Lockstep:
     def _giving_buffers(self) -> Iterator[None]:
         """Put around a step: joined ranks then hold what the model keeps alike itself."""
         if self.in_tail:
+            self._note_step()
             self._states.begin_step(self.active_ranks)
         if self.in_tail and not self.keeps_buffers:
             self._buffers.look(self._has_trained)
@@ -337,6 +345,9 @@ class Lockstep:
         if self.in_tail and not self.keeps_buffers:
             with on_device(self.driver.members.group):
                 self._buffers.give(self.active_ranks)
+
+    def _note_step(self) -> None:
+        self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._gone_to))
 
     def _sync_norms(self, model: nn.Module) -> None:
         """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""

@@ -72,6 +72,8 @@ class PlaceholderLockstep(Lockstep):
             UnsupportedError: A placeholder with rows would count in the statistics of all ranks.
         """
         losses = self._begin_losses()
+        if self.in_tail:
+            self._note_step()
         with losses.entered():
             losses.begin(self._number, self.joined, self._batch)
             losses.scale = self.scale

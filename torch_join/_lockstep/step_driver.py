@@ -17,6 +17,7 @@ from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import RayParticipant, runs_in_ray
 from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail.records import DONE
+from torch_join._tail.remarks import LOG
 from torch_join._tail.tail_log import TailLog
 
 P = TypeVar("P", bound=Participant)
@@ -43,6 +44,7 @@ class StepDriver(Driver):
         has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
         parting: What the front end of the lowest active rank tells that of joined ranks as its step is done: plain
             values. A joined rank's takes them from here.
+        framework: See `Remarks`.
         synced_backwards: The number of synced backwards so far, the same on all ranks.
         rebalancing: What rebalances batches, if they are.
     """
@@ -53,6 +55,7 @@ class StepDriver(Driver):
     tail_log: TailLog
     has_loss = True
     synced_backwards = 0
+    framework = LOG.name
 
     def __init__(
         self,

@@ -44,10 +44,12 @@ class AloneDriver(LoopDriver):
         pass
 
     def finish(self, error: BaseException | None) -> None:
+        if self.loop is None or self.loop.driver is None:
+            return
         # A context in a generator ends by a `GeneratorExit`, after a `break`.
-        if self.loop is not None and (error is None or isinstance(error, GeneratorExit)):
+        if error is None or isinstance(error, GeneratorExit):
             self.loop.measure()
-        elif self.loop is not None:
+        else:
             self.loop.stopwatch = None
 
     def leave(self) -> None:

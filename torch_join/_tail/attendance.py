@@ -21,6 +21,7 @@ from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.batch_loop import BatchLoop, Place
 from torch_join._tail.placeholder_loop import PlaceholderLoop
+from torch_join._tail.remarks import LOG, Remarks
 from torch_join._tail.schedules import EachBatch
 from torch_join._tail.step import Step, Telling
 from torch_join._tail.tail import Tail
@@ -50,10 +51,13 @@ class Attendance(Driver):
         own_taken: How many batches of its own this rank has had in loops with placeholders.
         end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
             the loop by `break`, is about to do something with others.
+        framework: See `Remarks`.
+        remarks: What is said of the loop in the log.
         log_epoch: Is given what a monitor says of a loop that has ended, and its last step's number, in all loops.
     """
 
     end_with_loop: Callable[[], None] | None = None
+    framework = LOG.name
     log_epoch: Callable[[dict[str, float], int], None] = staticmethod(lambda *_: None)
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
@@ -80,6 +84,7 @@ class Attendance(Driver):
         self.place = Place.OUTSIDE
         self.step_number = self.loops = self.plain_steps = self.own_taken = 0
         self.loop = None
+        self.remarks: Remarks | None = None
         self.telling.raised = None
         self.steps = Steps(self.given)
         self._entered_in = threading.get_ident()
@@ -175,6 +180,8 @@ class Attendance(Driver):
             for model in self.tail_log.models():  # all ranks come here
                 model.prepare()
         if members.uneven:
+            self.remarks = self.remarks or Remarks(members, self.options, self.framework)
+            self.remarks.note(members.active, self.step_number)
             if asked:
                 self._check_thread()
             if self.in_loop and loop is not None:

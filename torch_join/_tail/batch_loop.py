@@ -171,7 +171,7 @@ class BatchLoop:
         self.placeholders = PlaceholderLoop(
             kind, self.source, driver.tail_log, driver.options, driver.given, lengths, self.first, self.number
         )
-        self.reader = self.placeholders.reader
+        self.reader, self.placeholders.reader.note = self.placeholders.reader, driver.remarks.note
         return self.placeholders.schedule(driver.step)
 
     # ------------------------------------------------------------ its steps
@@ -333,15 +333,18 @@ class BatchLoop:
                 self.driver.own_taken += self.placeholders.end()
 
     def measure(self) -> None:
-        """Have the monitor note a loop that has ended; all ranks meet."""
-        stopwatch, self.stopwatch = self.stopwatch, None
-        if stopwatch is None or (monitor := self.driver.options.monitor) is None:
-            return
+        """Have the log and the monitor note a loop that has ended; all ranks meet if there is a monitor."""
         driver, rebalancing = self.driver, self.driver.rebalancing
+        trains = bool(self.trains) if self.placeholders is None else self.placeholders.losses.trains
+        if trains and driver.remarks is not None:
+            driver.remarks.end(driver.step_number)
+        stopwatch, self.stopwatch = self.stopwatch, None
+        if stopwatch is None or (monitor := driver.options.monitor) is None:
+            return
         given, received = rebalancing.exchanged
         mine = stopwatch.stop(given, received, rebalancing.nbytes)
-        trains = bool(self.trains) or (not driver.tail_log.models() and torch.is_grad_enabled())
-        trains = trains if self.placeholders is None else self.placeholders.losses.trains
+        if self.placeholders is None and not driver.tail_log.models():
+            trains = torch.is_grad_enabled()
         with driver.telling:
             record = monitor.add_loop(mine, driver.tail_log.channel, trains, rebalancing.enabled)
             if record is not None:

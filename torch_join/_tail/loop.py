@@ -23,6 +23,7 @@ from torch_join._tail.attendance import Attendance
 from torch_join._tail.batch_loop import BatchLoop, Place
 from torch_join._tail.position_exchange import PositionExchange
 from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
+from torch_join._tail.remarks import Remarks
 from torch_join._tail.resuming import OVER, NamedLoops, state_of
 from torch_join._tail.stopping import StopExchange, StopSignals
 
@@ -375,6 +376,7 @@ class LoopDriver(Attendance):
                     self.loop.drop()
                 first, reader = self._open(loader, reader_of, name)
                 loop = self.loop = BatchLoop(self, reader, asks and self.asks, self.loops, first)
+                self.remarks = Remarks(self.members, self.options, self.framework, loop.first)
                 return loop if loop.begin(name or "", placeholder or self.options.placeholder) else None
 
         return BatchLoop.go_through(begin)

@@ -1,6 +1,6 @@
 """Loops of users in which finished ranks run placeholders: each rank has as many steps as the longest one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
@@ -48,6 +48,7 @@ class PlaceholderReader(Reader[Any]):
 
     Attributes:
         step: Who has a batch in the current step, or in the loop's last one.
+        note: Called with the ranks that have a batch in a step, and its number.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PlaceholderReader(Reader[Any]):
         self._next = first  # the step that is yet to be taken
         self._has_begun = self._has_arrived = False  # that step; at an exchange of which this rank has yet to hear
         self._counted, self._last = 0.0, None
+        self.note: Callable[[Sequence[int], int], None] = lambda *_: None
         losses.step = self.hear
         self._channel.before_meeting = self.hear
 
@@ -107,13 +109,15 @@ class PlaceholderReader(Reader[Any]):
         """Begin the next step: say whether this rank has a batch in it, unless all know, and what that counts."""
         self._losses.before = self.hear().active_ranks or self._losses.before
         self._has_begun = True
-        rank, number, has = self._members.rank, self._next, self._source.has_next()
+        rank, has = self._members.rank, self._source.has_next()
+        number = self._number = self._next  # of the step that is said, and heard of later
         self._counted = self._source.count(self._count) if has and self._count is not None else 0.0
         if self._lengths is not None:
             if has != (number < self._lengths[rank]):
                 raise wrong_length(self._members.name, self._lengths[rank], number, has)
             active = tuple(rank for rank, length in enumerate(self._lengths) if number < length)
             self.step = ReadStep(active, number + 1 >= max(self._lengths))
+            self.note(active, number)
         if self._lengths is None or self._count is not None:
             notice = None if has and not self._source.at_last else {"last": True} if has else {"end": True}
             self._channel.arrive(self._counted, notice)
@@ -138,6 +142,7 @@ class PlaceholderReader(Reader[Any]):
             if self._lengths is not None:
                 active, is_last = self.step.active_ranks, self.step.is_last_step
             self.step = ReadStep(active, is_last, self._counted, result.total)
+            self.note(active, self._number)
         return self.step
 
     def _share(self, source: int) -> None:

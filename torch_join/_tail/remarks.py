@@ -1,0 +1,92 @@
+"""What a job says of itself in the log: who has finished, what the rest weighs, what an uneven epoch has cost."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from torch_join._base.errors import name_ranks
+from torch_join._base.membership import Membership
+from torch_join._base.weighting import name_of
+from torch_join._monitor.records import EpochRecord, RankRecord
+from torch_join._participants.options import Options
+
+LOG = logging.getLogger("torch_join")
+SEEN: Counter[str] = Counter()  # in this process: a loop may have a `Join` of its own
+
+
+class Remarks:
+    """One loop, as this rank sees it. Nothing is sent, and an even step is not even looked at.
+
+    Args:
+        members: The ranks.
+        options: What the user has chosen.
+        framework: Whose log shows these lines, where nobody has set up `torch_join`'s own.
+        first: The loop's first step.
+
+    Attributes:
+        weighs_items: Whether the framework divides each step's loss by its number of items.
+    """
+
+    weighs_items = False
+
+    def __init__(self, members: Membership, options: Options, framework: str = LOG.name, first: int = 0) -> None:
+        self._members, self._options, self._framework, self._first = members, options, framework, first
+        self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # not so in a backward, later
+        self._active: Sequence[int] = range(members.world_size)
+        self._ends: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second at which it joined
+
+    def note(self, active: Sequence[int], step: int) -> None:
+        """Note which ranks have a batch at an uneven step."""
+        if not self._trains or not active or [*active] == [*self._active]:
+            return
+        now = step - self._first, time.monotonic() - self._begin
+        world = range(self._members.world_size)
+        self._ends = {rank: self._ends.get(rank, now) for rank in world if rank not in active}
+        self._active = active
+        SEEN["tails"] += 1
+        if SEEN["tails"] == 1 and self._speaks:
+            finished = name_ranks(self._members.named(self._ends)).capitalize()
+            have, still = "has" if len(self._ends) == 1 else "have", f"{len(active)} of {len(world)} ranks"
+            self._say(f"{finished} {have} run out of batches; {still} still have some. {self._weight(len(active))}")
+
+    def end(self, step: int) -> None:
+        """Note the end of a loop that has trained, with the number of the step that would have come next."""
+        seconds = time.monotonic() - self._begin
+        epoch, number = SEEN["epochs"], SEEN["uneven epochs"] + 1
+        SEEN["epochs"] += 1
+        if not self._ends:
+            return
+        SEEN["uneven epochs"] = number
+        if number & (number - 1) or not self._speaks:
+            return
+        ends = [self._ends.get(rank, (step - self._first, seconds)) for rank in range(self._members.world_size)]
+        record = EpochRecord.of(epoch, [RankRecord(batches, 0, batches, at, at) for batches, at in ends])
+        saves = record.steps_to_save if not self._options.rebalance and self._options.placeholder is None else 0
+        remedy = f" rebalance=True would save about {saves} of {record.steps} steps." if saves else ""
+        self._say(f"{record}{remedy}")
+
+    @property
+    def _speaks(self) -> bool:
+        return self._members.rank == self._active[0]
+
+    def _weight(self, active: int) -> str:
+        """Say what the steps of the tail weigh."""
+        if self.weighs_items:
+            return "The trainer divides each step's loss by its number of items, so that each counts the same."
+        weighting, share = self._options.weighting, f"{active}/{self._members.world_size}"
+        meaning = {
+            "world": f"their steps are scaled by {share}; weighting='samples' counts each sample the same.",
+            "active": "each step is the mean over the ranks that have a batch.",
+            "samples": "each sample counts the same.",
+        }
+        text = meaning.get(weighting, "") if isinstance(weighting, str) else "each batch counts what that returns."
+        return f"{name_of(weighting)}: {text}"
+
+    def _say(self, text: str) -> None:
+        """Log a line as the framework logs its own, or by the level and handlers that `torch_join` was given."""
+        log = LOG if LOG.level or LOG.handlers else logging.getLogger(self._framework)
+        if log.isEnabledFor(logging.INFO):
+            log.handle(log.makeRecord(LOG.name, logging.INFO, __file__, 0, text, (), None))
