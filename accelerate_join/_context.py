@@ -17,11 +17,22 @@ from accelerate_join._loaders import PreparedReader, even_batches_set, goes_thro
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinDataWarning, JoinTypeError, JoinValueError, UnsupportedError
-from torch_join.integration import JoinOptions, LoopDriver, StopSignals, driver_of, listed, own_loops, renamed, setting
+from torch_join.integration import (
+    JoinOptions,
+    LoopDriver,
+    StopSignals,
+    driver_of,
+    listed,
+    own_loops,
+    renamed,
+    setting,
+    showing_options,
+)
 
 T = TypeVar("T")
 
 
+@showing_options
 @renamed
 def join_uneven_inputs(
     accelerator: accelerate.Accelerator,
@@ -115,6 +126,7 @@ def join_batches(
     even_batches: bool | None = False,
     **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
+@showing_options
 @renamed
 def join_batches(
     accelerator: accelerate.Accelerator,

@@ -35,6 +35,7 @@ from torch_join.integration import (
     PlaceholderLockstep,
     StepDriver,
     open_channel,
+    refuse_misspelt,
     runs_in_ray,
     use_device,
     warn_renamed,
@@ -69,7 +70,7 @@ class Joining(JoiningStrategy):
     def __init__(
         self,
         *args: Any,
-        weighting: Weighting | None = None,
+        weighting: Weighting = Options.weighting,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         enable: bool = True,
@@ -81,6 +82,7 @@ class Joining(JoiningStrategy):
         enable_join: bool | None = None,  # `enable` by its old name, which configurations have
         **kwargs: Any,
     ) -> None:
+        refuse_misspelt(*kwargs)
         super().__init__(*args, **kwargs)
         if enable_join is not None:
             warn_renamed("enable_join", "enable", both=enable_join and not enable)

@@ -81,7 +81,7 @@ class Join(TorchJoin):
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        weighting: Weighting | None = None,
+        weighting: Weighting = Options.weighting,
         may_break: bool = False,
         timeout: timedelta = Options.timeout,
         audit: Often = "tail",

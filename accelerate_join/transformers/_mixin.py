@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FunctionType
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
 from torch_join import JoinDataWarning, JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import Options, Placeholder, factor_of_count, length_of, setting
+from torch_join.integration import Options, Placeholder, factor_of_count, length_of, setting, whole_signature
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination", "placeholder")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
@@ -91,11 +91,13 @@ class JoinTrainerMixin:
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # what a subclass makes of its own is evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
+        with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
+            cls.__signature__ = whole_signature(cls, JoinTrainerMixin)  # type: ignore[attr-defined]
 
     def __init__(
         self,
         *args: Any,
-        weighting: Weighting | None = None,
+        weighting: Weighting = Options.weighting,
         own_shards: bool | None = None,
         rebalance: bool | None = None,
         throw_on_early_termination: bool | None = None,
@@ -104,7 +106,7 @@ class JoinTrainerMixin:
     ) -> None:
         given = locals()
         for name in (*_OPTIONS, "own_shards"):
-            if given[name] is not None:
+            if given[name] is not None and given[name] is not Options.weighting:
                 setattr(self, name, given[name])
         for name in ("weighting", "placeholder"):
             # A function in the body of a class, of a batch alone, would become a method.

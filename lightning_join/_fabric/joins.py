@@ -25,6 +25,7 @@ from torch_join.integration import (
     LoaderPlace,
     LoopDriver,
     ModelShadow,
+    Often,
     Options,
     Placeholder,
     driver_of,
@@ -34,6 +35,7 @@ from torch_join.integration import (
     is_length_certain,
     join_with,
     own_loops,
+    refuse_misspelt,
     renamed,
     setting,
     state_of,
@@ -76,12 +78,12 @@ class Joins:
     def __init__(
         self,
         *args: Any,
-        weighting: Weighting | None = None,
+        weighting: Weighting = Options.weighting,
         divide_by_initial_world_size: bool | None = None,
         joinables: Iterable[Any] = (),
         throw_on_early_termination: bool = False,
         may_break: bool = False,
-        audit: Any = Options.audit,
+        audit: Often = Options.audit,
         hand_over_ignored: bool | None = None,
         hand_over_buffers: bool | None = None,
         backward_collectives: bool = False,
@@ -90,6 +92,7 @@ class Joins:
         monitor: JoinMonitor | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_misspelt(*kwargs)
         super().__init__(*args, **kwargs)
         self.joinables: list[Any] = list(joinables)
         self._set_up: list[Any] = []

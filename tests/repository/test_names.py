@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import accelerate_join
 import lightning_join
@@ -17,7 +19,7 @@ import torch_join
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 from torch_join import Join, JoinError, JoinTypeError
-from torch_join.integration import JoinOptions, Options, driver_of
+from torch_join.integration import JoinOptions, Options, driver_of, refuse_misspelt
 
 
 def join(**options: Any) -> Options:
@@ -120,7 +122,7 @@ def test_an_option_has_one_default() -> None:
     shown = [parameters(Join), parameters(lightning_join.DDPJoinStrategy)]
     shown += [parameters(lightning_join.fabric.DDPJoinStrategy), parameters(lightning_join.JoinCallback)]
     for signature in shown:
-        for name in signature.keys() & defaults.keys() - {"weighting", "timeout"}:
+        for name in signature.keys() & defaults.keys() - {"timeout"}:
             assert signature[name].default == defaults[name], name
     assert defaults.keys() <= shown[0].keys()
     assert shown[0]["timeout"].default == defaults["timeout"]
@@ -138,6 +140,29 @@ def test_a_strategys_signature_shows_all_that_it_takes(module: Any, name: str) -
     shown = parameters(kind)
     assert {"weighting", "rebalance", "joinables", "hand_over_buffers", "timeout"} <= shown.keys()
     assert parameters(plain).keys() <= shown.keys()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("module", [lightning_join, lightning_join.fabric], ids=lambda module: module.__name__)
+def test_a_misspelt_option_of_a_strategy_raises(module: Any, name: str) -> None:
+    kind = getattr(module, name)
+    for slip, meant in {"rebalanc": "rebalance", "wieghting": "weighting"}.items():
+        with pytest.raises(JoinTypeError, match=f"There is no argument '{slip}'. Did you mean '{meant}'?"):
+            kind(**{slip: True})
+    # What goes to torch is none, though it may be near.
+    refuse_misspelt(*parameters(kind), *parameters(DistributedDataParallel), *parameters(FullyShardedDataParallel))
+
+
+def test_signatures_show_all_options() -> None:
+    from accelerate_join.transformers import JoinTrainer
+
+    options = parameters(Join).keys() - {"joinables", "enable", "hooks"}
+    method = accelerate_join.Accelerator.join_uneven_inputs
+    for function in (accelerate_join.join_batches, accelerate_join.join_uneven_inputs, method):
+        assert options <= parameters(function).keys()
+        assert parameters(function)["weighting"].default == "world"
+    assert {"weighting", "own_shards", "rebalance", "train_dataset", "args"} <= parameters(JoinTrainer).keys()
+    assert parameters(JoinTrainer)["weighting"].default == "world"
 
 
 def test_the_signature_of_a_users_own_strategy() -> None:

@@ -12,6 +12,8 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 Count: TypeAlias = Callable[[Any], float]  # gets a batch
 _Name = Literal["world", "active", "samples"]
 Weighting: TypeAlias = _Name | Count
+# What signatures have for a default. It is an object of its own: a "world" that is given may contradict torch's name.
+WORLD: Any = str(b"world", "ascii")
 
 
 _MOST = 2.0**512  # so that no sum of counts is infinite
@@ -22,7 +24,7 @@ class Window(list[Any]):
 
 
 def resolve_weighting(
-    weighting: str | Count | None = None, divide_by_initial_world_size: bool | None = None
+    weighting: str | Count | None = WORLD, divide_by_initial_world_size: bool | None = None
 ) -> Weighting:
     """Check the weighting and reconcile it with torch's name for the same thing.
 
@@ -40,15 +42,17 @@ def resolve_weighting(
     Raises:
         JoinValueError: The weighting is unknown, or the two arguments contradict each other.
     """
-    if weighting is not None and not callable(weighting) and weighting not in get_args(_Name):
+    weighting = WORLD if weighting is None else weighting
+    is_given = weighting is not WORLD
+    if is_given and not callable(weighting) and weighting not in get_args(_Name):
         raise JoinValueError(
             f"weighting={weighting!r} is unknown. Use one of {', '.join(map(repr, get_args(_Name)))}, or a function"
             " that gets a batch and returns what it counts."
         )
     if divide_by_initial_world_size is None:
-        return weighting or "world"  # type: ignore[return-value]
+        return weighting if is_given else "world"  # type: ignore[return-value]
     same: Weighting = "world" if divide_by_initial_world_size else "active"
-    if weighting is not None and weighting != same:
+    if is_given and weighting != same:
         raise JoinValueError(
             f"{name_of(weighting)} contradicts divide_by_initial_world_size={divide_by_initial_world_size},"
             f" which means weighting={same!r}. Pass `weighting` alone."

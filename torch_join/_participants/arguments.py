@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -85,13 +86,13 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
             )
 
 
-def refuse_misspelt(name: str) -> None:
-    """Raise if `name` is that of an argument of `Join` with a slip: a hook that takes anything would swallow it.
+def refuse_misspelt(*names: str) -> None:
+    """Raise if a name is that of an argument of `Join` with a slip: what takes anything would swallow it.
 
     Raises:
         JoinTypeError: It is.
     """
-    for own in () if name in _all else _all:
+    for name, own in product({*names}.difference(_all), _all):
         if _is_slip(name, own):
             raise _misspelt(name, own)
 

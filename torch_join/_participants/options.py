@@ -8,7 +8,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from torch_join._base.errors import JoinFutureWarning, JoinTypeError, JoinValueError
-from torch_join._base.weighting import Weighting, resolve_weighting
+from torch_join._base.weighting import WORLD, Weighting, resolve_weighting
 from torch_join._control.channel import TIMEOUT
 from torch_join._handover.audit import Often
 from torch_join._monitor.monitor import JoinMonitor
@@ -24,7 +24,7 @@ class JoinOptions(TypedDict, total=False):
     """What `Join` takes by keyword, for functions that pass all of it on."""
 
     throw_on_early_termination: bool
-    weighting: Weighting | None
+    weighting: Weighting
     divide_by_initial_world_size: bool | None
     may_break: bool
     timeout: timedelta
@@ -51,7 +51,7 @@ class Options:
 
     enable: bool = True
     throw_on_early_termination: bool = False
-    weighting: Weighting = "world"
+    weighting: Weighting = WORLD
     may_break: bool = False
     timeout: timedelta = TIMEOUT
     audit: Often = "tail"
@@ -132,6 +132,19 @@ def renamed(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def showing_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Have the signature of a function that passes `**options` on show what `Join` takes by keyword."""
+    whole = signature(function)
+    *own, rest = whole.parameters.values()
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(Options, name), annotation=kind)
+        for name, kind in JoinOptions.__annotations__.items()
+        if name != TORCHS
+    ]
+    function.__signature__ = whole.replace(parameters=[*own, *options, rest])  # type: ignore[attr-defined]
+    return function
 
 
 def warn_renamed(old: str, new: str, both: bool) -> None:
