@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch_join._base.errors import PeerFailedError, name_ranks
+from torch_join._compat.torchrun import note_victim
 from torch_join._control.processes import Process
 
 _SUSPECT_SECONDS = 0.9
@@ -47,6 +48,7 @@ class Peers:
         text = f"Rank {other}{where} failed, so rank {me} cannot go on. Rank {other}: {reason}"
         if reason.startswith(BROKEN):
             text = f"Rank {me} cannot go on: {reason}"
+        note_victim(text)
         return PeerFailedError(text, other, reason)
 
     def why_silent(self, ranks: Iterable[int]) -> str:
