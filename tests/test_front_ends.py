@@ -114,6 +114,8 @@ def test_a_log_says_who_has_finished_and_what_that_has_cost(workers: Workers, fr
     lines = [re.sub(r"[\d.]+( s\b|%)", r"N\1", line) for line in second]
     assert lines == [_TAIL, _EPOCH.format(0), _EPOCH.format(1)]
     assert workers.run(2, log_of, front_end, logging.WARNING) == [[], []]
+    if front_end in IN_LOCKSTEP:  # whose monitors log each epoch
+        assert workers.run(2, log_of, front_end, logging.NOTSET, "Monitored") == [[], [_TAIL]]
 
 
 @pytest.mark.parametrize("front_end", ALL)

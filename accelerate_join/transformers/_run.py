@@ -187,7 +187,8 @@ class Run:
         if self._join is not None:
             self._join.check_unfrozen("before train()")
             self._join.catch_up()
-            self._join.note_end()
+            if not self._monitors:  # which log a line of their own
+                self._join.note_end()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:

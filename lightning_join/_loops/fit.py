@@ -199,7 +199,8 @@ class JoinFitLoop(FitLoop):
         join.check_unfrozen("at an epoch's start (on_train_epoch_start, as BackboneFinetuning does) or end")
         strategy_of(trainer).gathers_alike = False
         join.finish()
-        join.note_end()
+        if not trainer.strategy.monitored:  # by a callback, which logs a line of its own
+            join.note_end()
         join.catch_up()
         metrics_of(trainer).renew()
         results = cast(JoinResultCollection, self.epoch_loop._results)

@@ -86,6 +86,11 @@ class MonitorOnOne(Fault):
         return self.rank == 1
 
 
+class Monitored(Fault):
+    def monitored(self) -> bool:
+        return True
+
+
 class Window(Fault):
     window = 2
 
@@ -303,10 +308,10 @@ def logged(name: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
         ours.setLevel(logging.NOTSET)
 
 
-def log_of(rank: int, front_end: str, level: int = logging.NOTSET) -> list[str]:
-    """Do a training without a fault; return what this rank logs."""
+def log_of(rank: int, front_end: str, level: int = logging.NOTSET, name: str = "Fault") -> list[str]:
+    """Do a training, without a fault by default; return what this rank logs."""
     with logged(LOGS.get(front_end, ""), level) as lines:
-        run(rank, front_end, "Fault")
+        run(rank, front_end, name)
     return lines
 
 
