@@ -26,7 +26,7 @@ from tests.support.workers import Workers
 from torch_join import Join
 from torch_join._handover import optimizers as _optimizers
 from torch_join._handover.audit import Audit
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import checksums, local_checksums
 from torch_join.integration import Channel, open_channel
 
 UNEVEN = ((2, 4), (3, 3), (4, 1))
@@ -563,3 +563,15 @@ def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:
     said, _ = workers.run(2, large_attribute)
     assert any("count" in text for text in said)
     assert not any("table" in text for text in said)
+
+
+def test_checksums_of_one_process_tell_changes_and_do_not_depend_on_what_else_there_is() -> None:
+    tensors = [torch.arange(6.0), torch.zeros(0), torch.ones(3, 2).t(), torch.tensor(1.0, dtype=torch.bfloat16)]
+    before = local_checksums(tensors)
+    assert [local_checksums([tensor])[0] for tensor in tensors] == before
+    assert before[2] == local_checksums([torch.ones(2, 3)])[0]
+    for index in (0, 2, 3):
+        changed = [tensor.clone() for tensor in tensors]
+        changed[index].data.neg_()
+        after = local_checksums(changed)
+        assert [place for place in range(4) if after[place] != before[place]] == [index]

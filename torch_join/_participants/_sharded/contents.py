@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_join._base.errors import JoinError
 from torch_join._compat import ddp as _compat
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import local_checksums
 
 
 class Contents:
@@ -89,7 +89,7 @@ class Contents:
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
-        sums = checksums([_compat.local_part(parameter).detach() for parameter in parameters])
+        sums = local_checksums([_compat.local_part(parameter).detach() for parameter in parameters])
         return dict(zip(map(id, parameters), sums, strict=True))
 
 
