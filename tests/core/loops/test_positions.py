@@ -229,7 +229,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("in a loop", r"join.load_state_dict\(\) was called in a loop"),
         (
             "another world",
-            "in the middle of a loop by 1 ranks, and there are 2 now. What is left can be dealt out anew where",
+            "in the middle of a loop by 1 ranks, and there are 2 now. Only a sampler that deals one order to all ranks",
         ),
         ("another version", "version 99"),
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
