@@ -99,8 +99,9 @@ class _InContext:
     @_after_the_loop
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(
-            "A model was prepared inside of join_uneven_inputs, or of a loop over join_batches, which cannot serve it"
-            " any more. Prepare all models before. A loop whose iterator is held in a variable has not ended: `del` it."
+            "A model was prepared inside join_uneven_inputs, or inside a loop over join_batches, where it can no longer"
+            " take part. Prepare all models before. If a variable still holds a loop's iterator, that loop has not"
+            " ended: `del` it."
         )
 
     @_after_the_loop
@@ -115,9 +116,8 @@ class _InContext:
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> Any:
         raise UnsupportedError(
-            "trigger_sync_in_backward makes a model sync in a backward whose forward was under no_sync, which ranks"
-            " that have joined cannot follow. Run the last forward of a window outside of no_sync, as"
-            " accelerator.accumulate does."
+            "trigger_sync_in_backward makes a model sync in a backward whose forward ran under no_sync, which joined"
+            " ranks cannot follow. Run the last forward of a window outside of no_sync, as accelerator.accumulate does."
         )
 
 
@@ -189,7 +189,7 @@ def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) 
 
 def _refuse_local_sgd(*_: Any) -> None:
     raise UnsupportedError(
-        "LocalSGD averages parameters every few steps, and the steps that a rank has made alone since the last average"
-        " are lost when it runs out of batches. Give all ranks equally many batches, or use DistributedDataParallel's"
-        " averaging of gradients."
+        "LocalSGD averages parameters every few steps, and a rank that runs out of batches would lose its steps since"
+        " the last average. Give all ranks the same number of batches, or let DistributedDataParallel average the"
+        " gradients."
     )

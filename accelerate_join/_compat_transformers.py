@@ -63,15 +63,14 @@ def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
     """
     if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
         raise UnsupportedError(
-            f"A checkpoint after epochs of another number of steps: transformers {transformers.__version__} counts them"
-            " by this job's number. Use transformers 5, or resume with as many ranks and as much data, or with"
+            f"The checkpoint follows epochs with another number of steps, and transformers {transformers.__version__}"
+            " counts them by this job's number. Use transformers 5, resume with the same ranks and data, or use"
             " ignore_data_skip=True."
         )
     if has_other_ranks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise UnsupportedError(
-            "A checkpoint from the middle of an epoch, which another number of ranks has written, with a sharded model:"
-            " that is not tested with Trainer. Resume with as many ranks as have written it, or from a checkpoint of an"
-            " epoch's end."
+            "The checkpoint of a sharded model was written in the middle of an epoch by another number of ranks, which"
+            " is not tested with Trainer. Resume with the same number of ranks, or from a checkpoint of an epoch's end."
         )
 
 

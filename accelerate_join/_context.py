@@ -279,8 +279,8 @@ class _Join(Join):
         """
         if is_prepared(loader) and options.get("placeholder") is not None:
             raise JoinValueError(
-                "join.batches(loader, placeholder=...) of a loader that Accelerate has prepared, whose loops are all"
-                " alike: give it to join_uneven_inputs or join_batches."
+                "join.batches(loader, placeholder=...) got a loader that Accelerate has prepared. Pass placeholder= to"
+                " join_uneven_inputs or join_batches instead, for all loops."
             )
         return loader if is_prepared(loader) else super().batches(loader, **options)
 

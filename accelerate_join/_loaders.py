@@ -94,9 +94,9 @@ class PreparedReader(Reader[Any]):
 
     def place(self) -> LoaderPlace:
         raise UnsupportedError(
-            "join.state_dict() in a loop over a loader that Accelerate has prepared: what it has read is Accelerate's"
-            " to say. Use accelerator.save_state and load_state, or loop over a loader of your own,"
-            " `join.batches(loader)`."
+            "join.state_dict() was called in a loop over a loader that Accelerate has prepared, and only Accelerate"
+            " knows that loader's position. Use accelerator.save_state and load_state, or loop over a loader of your"
+            " own, `join.batches(loader)`."
         )
 
     @property
@@ -123,8 +123,8 @@ class PreparedReader(Reader[Any]):
         refuse_position(loader.base_dataloader)
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
-                "rebalance=True with a loader over an iterable dataset that skips batches: it would skip those that it"
-                " is given. Begin the dataset where training goes on."
+                "rebalance=True cannot be combined with a loader over an iterable dataset that skips batches: it would"
+                " skip the batches it receives from other ranks. Start the dataset where training resumes."
             )
         # Taken before Accelerate places them on a device, and given back where it reads its next one.
         self._iterator = self._own
@@ -416,8 +416,8 @@ class _SizeCheckingSampler:
         for index, batch in enumerate(self._sampler):
             if unequal >= 0:
                 raise JoinError(
-                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {unequal} is of"
-                    " another size and not its last: Accelerate would leave out batches silently. Remove the"
+                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {unequal} has"
+                    " another size and is not its last, so Accelerate would silently leave out batches. Remove the"
                     " attribute `batch_size` (or set it to None) on a batch sampler whose batches vary in size."
                 )
             if index % self._batches_per_round == self._last_of_round and len(batch) != self.batch_size:

@@ -161,9 +161,9 @@ class Operations(ActiveOperations, Participant):
         """
         if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(
-                "get_state_dict of a sharded model gives the main process what it returns, and the main process (rank"
-                " 0) has run out of batches. Call save_model or save_state, in which it takes part, or get_state_dict"
-                " after the loop."
+                "get_state_dict of a sharded model returns the state only on the main process (rank 0), which has run"
+                " out of batches. Call save_model or save_state, in which it takes part, or get_state_dict after the"
+                " loop."
             )
         return self._call_with(model, "get_state_dict", args, kwargs)
 
@@ -174,8 +174,8 @@ class Operations(ActiveOperations, Participant):
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:
             raise JoinError(
-                f"{name} of a sharded {type(model).__name__} that is none of the prepared models, while some rank has"
-                " joined and cannot know which one is meant. Give what accelerator.prepare returned."
+                f"{name} was called with a sharded {type(model).__name__} that accelerator.prepare did not return, so a"
+                " joined rank cannot tell which model is meant. Pass the prepared model."
             )
         with self._together(_CALL, (name, place, args, kwargs)):
             return self._call(name, (model, *args), kwargs)

@@ -86,9 +86,9 @@ def going_through(
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
     if waiting.get(_MARK, 1) > 1 and not deals_out(loader):
         raise JoinError(
-            "accelerator.load_state was called before join_uneven_inputs, and gave all processes the place of one of"
-            " them in their loader. Use accelerate_join.Accelerator, or call load_state in the context, where each"
-            " process gets its own."
+            "accelerator.load_state was called before join_uneven_inputs, and gave all processes one process's position"
+            " in the loader. Use accelerate_join.Accelerator, or call load_state in the context, where each process"
+            " gets its own."
         )
     known = known_as(loader, _compat.loaders(accelerator))
     place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False, "deals": []}
@@ -162,9 +162,9 @@ def refuse_unsaved(accelerator: accelerate.Accelerator, loader: PreparedLoader |
     """
     if _is_stateful(loader) and all(loader is not known for known in _compat.loaders(accelerator)):
         raise UnsupportedError(
-            "save_state in a loop over a stateful DataLoaderShard that was not prepared: the checkpoint would not hold"
-            " where it is. Give it to accelerate_join.Accelerator.register_for_checkpointing, which shards nothing, or"
-            " leave out use_stateful_dataloader=True."
+            "save_state was called in a loop over a stateful DataLoaderShard that was not prepared: the checkpoint"
+            " would lack its position. Pass it to accelerate_join.Accelerator.register_for_checkpointing, which shards"
+            " nothing, or leave out use_stateful_dataloader=True."
         )
 
 
@@ -271,9 +271,9 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
     if newest["world_size"] != accelerator.num_processes:
         if accelerator.distributed_type is DistributedType.NO and any(p and p["amid"] for p in newest["places"]):
             raise UnsupportedError(
-                f"The checkpoint was written in the middle of an epoch by {newest['world_size']} processes. One process"
-                " goes on with it where a launcher has started it (torchrun --nproc-per-node 1). Or resume from a"
-                " checkpoint of an epoch's end."
+                f"The checkpoint was written in the middle of an epoch by {newest['world_size']} processes. To resume"
+                " it with one process, start that process with a launcher (torchrun --nproc-per-node 1). Or resume from"
+                " a checkpoint of an epoch's end."
             )
         if not any(newest["places"]):
             JoinDataWarning.warn(
@@ -292,8 +292,8 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
         for is_own, place in zip(own, newest["places"], strict=True)
     ):
         raise JoinError(
-            f"The checkpoint does not hold where rank {', '.join(map(str, lacking))} was in the loader of its own: the"
-            " main process alone has saved it. Have all processes call save_state."
+            f"The checkpoint lacks the position of rank {', '.join(map(str, lacking))} in its own loader, because only"
+            " the main process saved it. Have all processes call save_state."
         )
     mine = places[accelerator.process_index]
     if mine is None:  # where Accelerate shards, one that goes on stands for all that do

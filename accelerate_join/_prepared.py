@@ -94,8 +94,8 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         if len(found) > 1:
             raise JoinError(
                 f"A prepared {type(found[0].module).__name__} is wrapped by {len(found)} DistributedDataParallel"
-                " models, so that nobody knows which of them the loop calls. Delete the others, call"
-                " accelerator.free_memory() before you prepare it anew, or prepare the model and not its wrapper."
+                " models, and nobody knows which of them the loop calls. Delete the others, call"
+                " accelerator.free_memory() before you prepare it again, or prepare the model and not its wrapper."
             )
         models += found  # what needs no gradient is not wrapped, and nothing is done with others in it
     inner = [*_compat.optimizers(accelerator), *_compat.schedulers(accelerator)]

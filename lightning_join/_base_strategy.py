@@ -253,7 +253,7 @@ class Joining(JoiningStrategy):
             output = own(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
-                "training_step returned None, with placeholder=, where each step takes all ranks. Return a loss of zero"
+                "training_step returned None, but with placeholder= each step needs all ranks. Return a loss of zero"
                 " that depends on the model's output (`0.0 * output.sum()`), or leave such batches out of the"
                 " dataloader."
             )
@@ -295,9 +295,9 @@ class Joining(JoiningStrategy):
             self.join.note_gather()
         elif self.find_step_ranks() is not None:
             raise UnsupportedError(
-                "all_gather(sync_grads=True) while some rank has run out of batches takes automatic optimization and"
-                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'})."
-                " Gather detached tensors (sync_grads=False)."
+                "all_gather(sync_grads=True) while some rank has run out of batches needs automatic optimization and"
+                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'}). Gather"
+                " detached tensors (sync_grads=False)."
             )
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

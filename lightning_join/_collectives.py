@@ -138,8 +138,8 @@ def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
         values |= {"min": limits.max, "max": limits.min}
     if name not in values:
         raise UnsupportedError(
-            f"A reduction by {reduce_op!r} while some rank runs a placeholder, which must not count: only means, sums,"
-            " products, minima and maxima have a value that changes nothing."
+            f"A reduction by {reduce_op!r} cannot leave out the rank that runs a placeholder now. Only means, sums,"
+            " products, minima and maxima can: they have a neutral value."
         )
     return torch.full_like(tensor, values[name])
 

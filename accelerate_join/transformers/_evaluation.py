@@ -104,8 +104,9 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
     if any({*names} != {*everyone[0]} for names in everyone):
         by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
         raise JoinValueError(
-            f"The ranks have evaluation datasets of other names ({by_rank}), and evaluate them together, one after"
-            " the other. Give all ranks the same names; a rank without samples of one has a dataset of none."
+            f"The names of the evaluation datasets differ between ranks ({by_rank}), and the ranks evaluate them"
+            " together, one after the other. Give all ranks the same names; a rank without samples gives an empty"
+            " dataset."
         )
     by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
     return dict(by_name[name] for name in everyone[0])

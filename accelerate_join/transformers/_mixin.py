@@ -85,8 +85,8 @@ class JoinTrainerMixin:
         bases = cls.__mro__
         if Trainer in bases and bases.index(Trainer) < bases.index(JoinTrainerMixin):
             raise JoinTypeError(
-                f"{cls.__name__}: JoinTrainerMixin comes after Trainer among its bases, and so changes nothing. Put it"
-                " before the trainer's class."
+                f"{cls.__name__}: JoinTrainerMixin follows Trainer among its bases, and so has no effect. Put it before"
+                " the trainer's class."
             )
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # what a subclass makes of its own is evened, too
@@ -135,9 +135,9 @@ class JoinTrainerMixin:
     def get_train_dataloader(self) -> Any:
         if self.own_shards and getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":
             raise UnsupportedError(
-                "train_sampling_strategy='batch_rebalance' deals out the samples of one dataset among the ranks, and"
-                " with own_shards=True each rank has a dataset of its own: most samples would be left out. Leave one"
-                " of them out."
+                "train_sampling_strategy='batch_rebalance' cannot be combined with own_shards=True: it distributes one"
+                " dataset, and each rank has a dataset of its own, so most samples would be left out. Leave one of them"
+                " out."
             )
         return self._evened(True, super().get_train_dataloader)  # type: ignore[misc]
 
@@ -338,18 +338,18 @@ def _check_supported(trainer: Any) -> None:
     _prepared.check_supported(trainer.accelerator, name)
     if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
         raise UnsupportedError(
-            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch leaves"
-            " incomplete. Give all ranks equally many prompts, and use it without JoinTrainerMixin."
+            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch would"
+            " leave incomplete. Give all ranks the same number of prompts, and use it without JoinTrainerMixin."
         )
     if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
         raise UnsupportedError(
-            f"{name}: several ranks compute each batch of a tensor-parallel model together. Shard it by"
-            " FSDP, or give all ranks equally many batches and leave JoinTrainerMixin out."
+            f"{name}: in a tensor-parallel model several ranks compute each batch together. Shard it by FSDP, or give"
+            " all ranks the same number of batches and leave JoinTrainerMixin out."
         )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True begins again with smaller batches on the rank that has run out of"
-            " memory, and the others do not. Find per_device_train_batch_size in one process, and set it."
+            f"{name}: auto_find_batch_size=True starts again with smaller batches only on the rank that has run out of"
+            " memory. Find per_device_train_batch_size in one process, and set it."
         )
 
 
@@ -373,9 +373,9 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
         return
     if getattr(arguments, "precompute_ref_log_probs", False):
         raise UnsupportedError(
-            "precompute_ref_log_probs=True computes them for one dataset that all ranks have, and with own_shards=True"
-            " each rank has its own, which would get those of others' samples. Compute them in one process before, as"
-            " columns of each shard, or leave one of the two out."
+            "precompute_ref_log_probs=True cannot be combined with own_shards=True: it computes them for one dataset"
+            " that all ranks share. Compute them in one process before, as columns of each shard, or leave one of the"
+            " two out."
         )
     if not _compat.looks_at_samples(trainer):
         return
@@ -386,8 +386,8 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
     lacking = [f"{' and '.join(names)} of rank {rank}" for rank, names in enumerate(everyone) if names]
     if lacking:
         raise UnsupportedError(
-            f"{type(trainer).__name__} looks at the first sample of each dataset when it is made, and there is none in"
-            f" {', '.join(lacking)}. Give each rank one sample at least."
+            f"{type(trainer).__name__} reads the first sample of each dataset when it is created, and there is none in"
+            f" {', '.join(lacking)}. Give each rank at least one sample."
         )
 
 

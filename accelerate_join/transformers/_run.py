@@ -267,9 +267,9 @@ class Run:
         ddp = _prepared.unwrap(wrapper)
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinError(
-                f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so that"
-                " nobody averages the ranks' gradients. Give it a model with parameters that are trained, and that"
-                " nobody has prepared before."
+                f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so"
+                " nobody averages the ranks' gradients. Give it a model that has trainable parameters and has not been"
+                " prepared before."
             )
         self._model = ddp.module
         if wrapper is not ddp:  # compiled, and so is what runs inside
@@ -393,8 +393,8 @@ class Run:
                 ):
                     raise
                 raise UnsupportedError(
-                    f"{type(self._trainer).__name__}.compute_loss asks its model for `module`, as if that were a"
-                    " DistributedDataParallel. It gets the model itself, which runs inside of that. Use"
+                    f"{type(self._trainer).__name__}.compute_loss reads `module` of its model, as if that were a"
+                    " DistributedDataParallel. It gets the model inside the wrapper. Use"
                     " self.accelerator.unwrap_model(model), which is right for both."
                 ) from error
         assert join is not None
@@ -466,13 +466,13 @@ class Run:
             return None
         if not self._trainer.args.average_tokens_across_devices:
             raise UnsupportedError(
-                "weighting by a function with average_tokens_across_devices=False: each rank would divide by its own"
-                " number of items. Leave one of them out."
+                "weighting by a function cannot be combined with average_tokens_across_devices=False, which divides by"
+                " each rank's own number of items. Leave one of them out."
             )
         if not self._window_total:
             raise JoinValueError(
-                "The batches of a step count 0 on all ranks by `weighting`, and Trainer divides their loss by that."
-                " Leave such batches out of the dataloader."
+                "By `weighting` all batches of a step count 0, and Trainer would divide their loss by that. Leave such"
+                " batches out of the dataloader."
             )
         return torch.as_tensor(self._window_total, device=self._trainer.args.device)
 
@@ -544,8 +544,8 @@ def _rows_of(batch: Any) -> int:
     rows = _compat.rows_of(batch)
     if rows is None:
         raise UnsupportedError(
-            f"weighting='samples': a {type(batch).__name__} without tensors or lists does not say how many samples are"
-            " in the batch. Put one of its tensors with a row for each sample into it, or use another weighting."
+            f"weighting='samples' cannot count the samples in a {type(batch).__name__} without tensors or lists. Add a"
+            " tensor with a row for each sample, or use another weighting."
         )
     return rows
 

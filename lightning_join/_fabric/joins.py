@@ -146,8 +146,9 @@ class Joins:
         for loader in loaders:
             if not isinstance(_compat.unwrap_objects(loader), JoinedLoader):
                 raise JoinError(
-                    f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no loop"
-                    " over it serves. Give what fabric.setup_dataloaders or fabric.strategy.batches has returned."
+                    f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no rank"
+                    " would serve in a loop over it. Give what fabric.setup_dataloaders or fabric.strategy.batches has"
+                    " returned."
                 )
         join = join_with(self.options, self._taking_part())
         with self._context(join):
@@ -348,8 +349,8 @@ class Joins:
         if self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(
-                    f"{what} inside of a loop over a dataloader of Fabric's, which cannot serve it any more. Do this"
-                    " before. A loop whose iterator is held in a variable has not ended: `del` it."
+                    f"{what} inside a loop over a dataloader of Fabric's, where it can no longer take part. Do this"
+                    " before the loop. If a variable still holds a loop's iterator, that loop has not ended: `del` it."
                 )
 
     # ------------------------------------------------------------ operations
@@ -415,14 +416,15 @@ class Joins:
         with nullcontext() if driver is None else telling_failures(driver.tail_log.channel):
             if joined.is_within and not is_current:
                 raise UnsupportedError(
-                    f"{name} that was read as a part of something else, such as `fabric.strategy.batches(zip(a, b))`:"
-                    " how many of its batches were trained on, nobody can tell. Put an object with an `__iter__` around"
-                    " both loaders, and what `fabric.strategy.batches` returns for it into the checkpoint."
+                    f"{name} was called for a loader that is read inside another one, such as"
+                    " `fabric.strategy.batches(zip(a, b))`: nobody can tell how many of its batches were trained on."
+                    " Put an object with an `__iter__` around both loaders, and save what `fabric.strategy.batches`"
+                    " returns for it."
                 )
             if driver is not None and not joined.number and not is_current:
                 raise JoinError(
-                    f"{name} that was set up inside of a loop, which ranks that have run out of batches do not come to."
-                    " Set it up before the loop."
+                    f"{name} was called for a loader that was set up inside a loop, which ranks without batches never"
+                    " reach. Set it up before the loop."
                 )
         if driver is None:
             return state_of(gather_objects(joined.positions.find_place(), "The state of a loader", None), in_loop=False)
@@ -451,8 +453,8 @@ class Joins:
         if (tail := self.find_tail()) is not None:
             with telling_failures(tail.tail_log.channel):
                 raise UnsupportedError(
-                    "fabric.load in a step that some rank does not have: only some ranks would load. Load before the"
-                    " loop, or after it."
+                    "fabric.load was called in a step in which some rank has no batch, so only some ranks would load."
+                    " Load before or after the loop."
                 )
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 

@@ -79,6 +79,6 @@ def _refuse(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args:
     if tail.driver.placeholders is not None:
         return own(fabric, *args, **kwargs)
     raise UnsupportedError(
-        "fabric.rank_zero_first in a step that some rank does not have: it makes a process group, to which all ranks"
-        " must come. Do this before the loop."
+        "fabric.rank_zero_first was called in a step in which some rank has no batch; it makes a process group, for"
+        " which all ranks are needed. Do this before the loop."
     )

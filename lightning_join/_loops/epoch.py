@@ -204,9 +204,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         batch = self._kept[0] if join.joined else move(*args, **kwargs)
         if batch is None and not join.joined:
             raise UnsupportedError(
-                f"The transfer of batch {self.batch_idx + 1} to the device returned None, as a rule for a hook that"
-                " returns nothing (on_after_batch_transfer, for example). Lightning leaves such a step out, on this"
-                " rank alone. Return the batch."
+                f"The transfer of batch {self.batch_idx + 1} to the device returned None, usually because a hook"
+                " returns nothing (on_after_batch_transfer, for example). Lightning would skip this step on this rank"
+                " alone. Return the batch."
             )
         if self._has_transfer_hooks:
             strategy.around_step.close()

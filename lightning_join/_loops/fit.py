@@ -397,8 +397,8 @@ class JoinFitLoop(FitLoop):
             fetcher.start()
         except StopIteration as error:  # which would end the fit on this rank alone
             raise JoinError(
-                "A train dataloader has come to its end before the place in the epoch at which the checkpoint was"
-                " written. In the epoch that is resumed it must yield the batches that it yielded then."
+                "A train dataloader ended before the place in the epoch at which the checkpoint was written. In the"
+                " resumed epoch it must yield the same batches again."
             ) from error
         if is_resized and record is not None and record["over"] and ready > 0:
             fetcher.end_here()

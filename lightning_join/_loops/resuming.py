@@ -124,7 +124,7 @@ def check_limit(limit: float) -> None:
     """
     if isinstance(limit, int) or limit != 1.0:
         raise UnsupportedError(
-            "The checkpoint was written in the middle of an epoch by another number of ranks, and limit_train_batches"
-            f"={limit}: of what is left nobody can say which batches the limit leaves. Resume with limit_train_batches"
-            "=1.0, with as many ranks, or from a checkpoint of an epoch's end."
+            "The checkpoint was written in the middle of an epoch by another number of ranks, and with"
+            f" limit_train_batches={limit} nobody can say which batches are left. Resume with limit_train_batches=1.0,"
+            " with the same number of ranks, or from a checkpoint of an epoch's end."
         )

@@ -113,15 +113,15 @@ def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
     by_rank = [rank for rank, reading in having.items() if reading.by_rank]
     if 0 < len(by_rank) < len(having):
         raise UnsupportedError(
-            f"Dataloader {place} is of a dataset of its own on {name_ranks(by_rank)}, and on others a sampler deals one"
-            f" out to the ranks, so that indices are of different datasets. {_INSTEAD}"
+            f"Dataloader {place} reads a rank's own dataset on {name_ranks(by_rank)}, and on other ranks a sampler"
+            f" distributes one dataset, so indices belong to different datasets. {_INSTEAD}"
         )
     samples = {reading.samples for reading in having.values() if reading.samples is not None}
     if len(samples) > 1:
         raise UnsupportedError(
             f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}), and"
-            " a sampler deals out each, so that indices are of different datasets. Pass"
-            f" Trainer(use_distributed_sampler=False) where each rank has a shard of its own. {_INSTEAD}"
+            " a sampler distributes each, so indices belong to different datasets. If each rank has its own shard, pass"
+            f" Trainer(use_distributed_sampler=False). {_INSTEAD}"
         )
     return bool(by_rank), all(reading.has_indices for reading in having.values())
 

@@ -238,9 +238,9 @@ def test_a_place_that_is_not_there(workers: Workers, tmp_path: Path) -> None:
     lengths = (4, 5, 3)
     workers.run(3, resume_own, lengths, str(tmp_path), Accelerator, "main", "")
     for outcome in workers.outcomes(3, resume_own, lengths, str(tmp_path), Accelerator, "", "before"):
-        assert "does not hold where rank 1, 2 was in the loader of its own" in outcome.error
+        assert "lacks the position of rank 1, 2 in its own loader" in outcome.error
 
 
 def test_a_loader_whose_place_would_be_left_out(workers: Workers, tmp_path: Path) -> None:
     for outcome in workers.outcomes(2, resume_own, (4, 3), str(tmp_path), Accelerator, "unregistered", ""):
-        assert "save_state in a loop over a stateful DataLoaderShard that was not prepared" in outcome.error
+        assert "save_state was called in a loop over a stateful DataLoaderShard that was not prepared" in outcome.error

@@ -291,5 +291,5 @@ def fit_none(rank: int) -> None:
 
 
 def test_a_step_without_a_loss_is_refused(workers: Workers) -> None:
-    with pytest.raises(WorkerError, match="training_step returned None, with placeholder="):
+    with pytest.raises(WorkerError, match="training_step returned None, but with placeholder="):
         workers.run(2, fit_none, deadline=60.0)
