@@ -62,8 +62,8 @@ class Loop(Generic[T]):
         if self.distributed:
             if dist.group.WORLD is None:
                 raise JoinError(
-                    "A loop whose ranks serve each other was begun while there is no process group. Call"
-                    " fabric.launch(), or make the Accelerator, before the loop, and destroy the group after it."
+                    "A loop whose ranks serve each other was started without a process group. Call fabric.launch(), or"
+                    " make the Accelerator, before the loop, and destroy the group after it."
                 )
             _end_at_exit()
             ticket = _unbegun.setdefault(self.owner, Unbegun()).add(
@@ -282,9 +282,8 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
     for loop in list(_loops.values()):
         if error is None and loop.driver is not None:  # where others go on, whose steps this rank would have to follow
             loop.driver.tail.refusal = JoinError(
-                "The process ended after it had left a loop that serves others, which these went on with, so that"
-                f" what it did after the loop was done with old parameters. Call {loop.advice}, or anything else"
-                " that processes do together, after the loop."
+                "The process left a loop that others continued, and ended. What it did after the loop used outdated"
+                f" parameters. Call {loop.advice}, or anything else that processes do together, after the loop."
             )
         attempt(partial(loop.leave, error))
     if error is None:

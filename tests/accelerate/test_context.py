@@ -129,7 +129,7 @@ def misuse(rank: int, kind: str) -> None:
     [
         ("prepared inside", "Prepare all models before"),
         ("trigger", "trigger_sync_in_backward makes a model sync"),
-        ("twice", "entered inside the other"),
+        ("twice", "was given to two nested Joins"),
         ("wrapped twice", "is wrapped by 2 DistributedDataParallel models"),
     ],
 )

@@ -340,5 +340,5 @@ def test_processes_that_fabric_starts(strategy: str, tmp_path: Path) -> None:
 
 def test_a_loop_without_a_process_group_names_the_launch() -> None:
     strategy = DDPJoinStrategy(parallel_devices=[torch.device("cpu")] * 2)
-    with pytest.raises(JoinError, match=r"while there is no process group\. Call fabric\.launch\(\)"):
+    with pytest.raises(JoinError, match=r"without a process group\. Call fabric\.launch\(\)"):
         list(strategy.batches([1]))

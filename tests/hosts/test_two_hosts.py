@@ -160,4 +160,4 @@ def test_a_host_that_vanishes_while_ranks_connect_is_named(addresses: list[str],
             process.kill()
             process.communicate()
     message = json.loads(out.splitlines()[-1])
-    assert message.startswith(f"JoinTimeoutError: Rank {1 - gone} waited 5 s for rank {gone} to begin its `with`")
+    assert message.startswith(f"JoinTimeoutError: Rank {1 - gone} waited 5 s for rank {gone} to start its `with`")

@@ -222,7 +222,8 @@ def test_a_private_name_that_has_gone_is_told_as_a_package_is_imported(
     error = stderr.strip().splitlines()[-1]
     framework = name.partition(".")[0]
     assert error.startswith(f"torch_join._base.errors.UnsupportedError: {framework} "), stderr
-    assert f"does not have what this package needs of it ({text}" in error
+    assert f" lacks {text}" in error
+    assert "which this package needs" in error
     assert f"It works with {framework} 2." in error or f"It works with {framework} 1." in error
     assert error.endswith("install one of these versions, or a newer version of this package.")
 

@@ -131,7 +131,6 @@ def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None
     if ended and len(ended) < len(said):
         begins = name_ranks(name for name in names if name not in ended)
         raise JoinError(
-            f"{name_ranks(ended).capitalize()} ended training, and {begins} began another loop or `with`. A usual cause"
-            " is a stop that is decided on in the body of a loop, which a rank that has run out of batches is not told"
-            f" of. {DECIDE}"
+            f"{name_ranks(ended).capitalize()} ended training, and {begins} started another loop or `with`. Usually the"
+            f" body of a loop decided to stop, which a rank that has run out of batches does not see. {DECIDE}"
         )

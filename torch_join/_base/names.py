@@ -86,8 +86,8 @@ def naming_missing(seen: str, *packages: str) -> Iterator[None]:
 def _gone(package: str, seen: str, what: str) -> UnsupportedError:
     framework = package.partition(".")[0]
     return UnsupportedError(
-        f"{framework} {_release_of(framework)} does not have what this package needs of it ({what}). It works with"
-        f" {framework} {seen}: install one of these versions, or a newer version of this package."
+        f"{framework} {_release_of(framework)} lacks {what}, which this package needs. It works with {framework}"
+        f" {seen}: install one of these versions, or a newer version of this package."
     )
 
 

@@ -153,8 +153,8 @@ def check_sees_batches(weighting: Weighting) -> None:
     """
     if callable(weighting):
         raise UnsupportedError(
-            f"{name_of(weighting)} counts batches, and nobody sees them in a plain `for`, nor under torch's own Join."
-            " Use torch_join.Join, and `for batch in join.batches(loader)`."
+            f"{name_of(weighting)} counts batches, which a plain `for` and torch's own Join do not show. Use"
+            " torch_join.Join, and `for batch in join.batches(loader)`."
         )
 
 

@@ -93,9 +93,9 @@ class Parting:
         ways = ("reduces gradients", "only accumulates them")
         mine, theirs = ways if syncs else ways[::-1]
         raise JoinError(
-            f"Rank {rank}'s last backward in this loop {mine}, and that of rank {other} in the same step {theirs}:"
-            " nobody would meet. Usually a rank syncs on its own last batch (`if i + 1 == len(loader)`). Sync at steps"
-            " that are the same on all ranks: `(step + 1) % k == 0`."
+            f"Rank {rank}'s last backward in this loop {mine}, and that of rank {other} in the same step {theirs}, so"
+            " they would never meet. Usually the cause is a rank that syncs on its own last batch (`if i + 1 =="
+            " len(loader)`). Sync at steps that are the same on all ranks: `(step + 1) % k == 0`."
         )
 
     def _unlike(self, says: bool, waits: bool = True) -> list[int]:

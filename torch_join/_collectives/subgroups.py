@@ -64,8 +64,8 @@ class Subgroups:
         if set(self._members) <= set(ranks):
             return False
         raise UnsupportedError(
-            f"{call.operation} on a process group of ranks {ranks}, while Join serves ranks {self._members}: it can"
-            " serve groups of all of these or of some of these, which exist before the first rank has joined."
+            f"{call.operation} on a process group of ranks {ranks}, but Join covers ranks {self._members}. The group"
+            " may contain only these ranks, and must exist before the first rank has joined."
         )
 
     def announce(self, call: Call, active: tuple[int, ...]) -> None:

@@ -91,8 +91,8 @@ class CollectiveTap:
             return
         if CollectiveTap._installed is not None:
             raise JoinError(
-                "The collectives of this process are already listened to by another join context. Leave that one"
-                " before another can serve a tail of its own."
+                "Another join context already follows the collectives of this process. Leave that context before"
+                " another one serves a tail."
             )
         self._thread = threading.get_ident()
         self._others = _compat_c10d.threads()  # what these do all ranks have begun
@@ -130,9 +130,9 @@ class CollectiveTap:
         of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
-                "torch.distributed.checkpoint.async_save while some ranks have joined, that is, have no more inputs: it"
-                " needs a part of each rank, and those that have joined do not run it. Use it after the loop, on all"
-                " ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone."
+                "torch.distributed.checkpoint.async_save needs a part of each rank, and some ranks have joined: they do"
+                " not run it. Use it after the loop, on all ranks, or `torch.save` in the loop, on"
+                " `join.active_ranks[0]` alone."
             )
 
     def _tell(
@@ -187,15 +187,15 @@ class CollectiveTap:
         operation = _compat_c10d.OPERATORS.get(operator)
         if operation is None:
             raise UnsupportedError(
-                f"c10d::{operator} is newer than this version of torch_join, which cannot tell how a rank that has"
-                " joined contributes to it. Update torch_join, or use another collective."
+                f"c10d::{operator} is newer than this version of torch_join, which does not know how a joined rank"
+                " contributes to it. Update torch_join, or use another collective."
             )
         group = dist.ProcessGroup.unbox(args["process_group"])
         ranks = _compat_c10d.group_ranks(group)
         if not ranks:
             raise UnsupportedError(
-                f"{operation} on a process group that torch.distributed does not know of, so that ranks that have"
-                " joined cannot find it. Use a group from torch.distributed.new_group."
+                f"{operation} on a process group that torch.distributed does not know, so joined ranks cannot find it."
+                " Use a group from torch.distributed.new_group."
             )
         if self._before is not None:
             with self.ignoring():

@@ -88,9 +88,8 @@ def check_engine(engine: Any) -> None:
     for what, is_used in refused.items():
         if is_used:
             raise UnsupportedError(
-                f"DeepSpeed with {what} cannot train on uneven inputs: a rank that has run out of batches could not"
-                " take part in what the others do. Leave that out, or leave Join out and give every rank the same"
-                " number of batches."
+                f"DeepSpeed with {what} cannot train on uneven inputs: a rank without batches could not follow the"
+                " others. Leave that out, or leave Join out and give every rank the same number of batches."
             )
     if version("deepspeed").split(".")[:2] != _FAMILY:
         JoinWarning.warn(

@@ -137,8 +137,8 @@ def unbox_reduce_op(boxed: Any) -> str:
     if in_backward() and not frames:  # DDP's reducer, which the engine calls without any Python
         return "SUM"
     raise UnsupportedError(
-        f"A collective that reduces was issued past torch.distributed's own functions. torch {torch.__version__} does"
-        " not tell what it reduces by: call torch.distributed.all_reduce and the like, or use torch 2.10 or newer."
+        f"A reducing collective bypassed torch.distributed's own functions, and torch {torch.__version__} does not show"
+        " its reduction. Call torch.distributed.all_reduce and the like, or use torch 2.10 or newer."
     )
 
 

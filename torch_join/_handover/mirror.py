@@ -73,8 +73,8 @@ class StepMirror:
         if local:
             raise UnsupportedError(
                 f"An optimizer was stepped with {len(local)} gradients that were not averaged (as with"
-                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank then takes a step of its own, which one that"
-                " has no more batches cannot. Step only after a backward that syncs."
+                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank would make its own step, and a finished rank"
+                " cannot. Step only after a backward that syncs."
             )
 
     def changes(self, with_parameters: bool) -> Changes:
@@ -96,8 +96,8 @@ class StepMirror:
                 found.cleared.append(place)
             elif gradient.is_sparse:
                 raise UnsupportedError(
-                    f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand, which"
-                    " a rank that has no more batches cannot repeat. Leave it as backward made it, or use sparse=False."
+                    f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand, which a"
+                    " finished rank cannot repeat. Leave it as backward made it, or use sparse=False."
                 )
             else:
                 asked.append((place, gradient.detach().any()))
@@ -110,8 +110,8 @@ class StepMirror:
             elif place in self._local:
                 raise JoinError(
                     f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was changed by hand"
-                    " (clipping, scaling, noise) between backwards without a sync, where each rank has its own: ranks"
-                    " that have no more batches cannot do the same. Change gradients after a backward that syncs."
+                    " (clipping, scaling, noise) between backwards without a sync, in which each rank has its own"
+                    " gradients: finished ranks cannot do the same. Change gradients after a backward that syncs."
                 )
             else:
                 found.gradients.append(place)

@@ -101,8 +101,8 @@ class Options:
         check_placeholder(placeholder)
         if self.rebalance:
             raise JoinValueError(
-                "placeholder= and rebalance=True: a rank that is given batches of others runs no placeholder. Leave one"
-                " of them out."
+                "placeholder= cannot be combined with rebalance=True: a rank that receives other ranks' batches runs no"
+                " placeholder. Use only one of them."
             )
 
     @classmethod

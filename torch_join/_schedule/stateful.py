@@ -177,7 +177,8 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
         raise UnsupportedError(
-            f"A place in a {name} with in_order=False: which samples it has given, nobody can tell. Use in_order=True."
+            f"The position in a {name} with in_order=False is unknown: nobody can tell which samples it has yielded."
+            " Use in_order=True."
         )
     if not stateful and isinstance(loader, Iterator):
         raise UnsupportedError(
@@ -208,9 +209,9 @@ def seed_of(part: Any) -> int | str | None:
         if getattr(held.get("f"), "__name__", "") == "_shuffle":
             if held["kw"].get("seed") is None and held["kw"].get("rng") is None:
                 raise UnsupportedError(
-                    "A place in a WebDataset that shuffles without a seed: its order is drawn by the clock, and cannot"
-                    " be had again. Give it one, the same in each job: `.shuffle(size, seed=...)`, or"
-                    " `WebDataset(..., shardshuffle=..., seed=...)`."
+                    "The position in a WebDataset that shuffles without a seed is unknown: its order is drawn from the"
+                    " clock. Give it a seed, the same in each job: `.shuffle(size, seed=...)`, or `WebDataset(...,"
+                    " shardshuffle=..., seed=...)`."
                 )
             held = held["kw"]
     seed = held.get("seed")

@@ -148,8 +148,8 @@ class ModelShadow:
         """
         if self.first.is_now:
             raise UnsupportedError(
-                "A step without a loss cannot be the first one under static_graph=True, since that one decides which"
-                " parameters take part in all others. Return a loss, or use static_graph=False."
+                "A step without a loss cannot be the first one under static_graph=True, since that step decides which"
+                " parameters take part in all later steps. Return a loss, or use static_graph=False."
             )
         return self.zero()
 

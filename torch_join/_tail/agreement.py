@@ -131,9 +131,9 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
     if len({tuple(word) for word in words.values()}) < 2:
         return None
     return JoinError(
-        f"A collective failed, with the active ranks in different places of the tail: {_places(words)}. Usual causes: a"
-        " collective that only some ranks issue, a `break` where others go on (this takes may_break=True), or a rank"
-        " that takes longer than the process group's timeout."
+        f"A collective failed while the active ranks were in different places of the tail: {_places(words)}. Usual"
+        " causes: a collective that only some ranks issue, a `break` at different steps (which needs may_break=True),"
+        " or a rank that takes longer than the process group's timeout."
     )
 
 

@@ -340,13 +340,13 @@ class Attendance(Driver):
     def _begin_plain_step(self, count: float) -> None:
         if self.rebalancing.enabled:
             raise JoinValueError(
-                "A forward outside of a loop over join.batches, with rebalance=True: in a plain `for`, nothing can"
-                " bring this rank another one's batch. Write `for batch in join.batches(loader)`."
+                "rebalance=True needs a loop over join.batches, and this forward is outside of one: in a plain `for` no"
+                " batch can reach this rank from another. Write `for batch in join.batches(loader)`."
             )
         if self.options.monitor is not None and not self.loops:
             raise JoinValueError(
-                "A forward outside of a loop over join.batches, with monitor=...: in a plain `for`, nobody can tell"
-                " where an epoch begins and ends. Write `for batch in join.batches(loader)`."
+                "monitor= needs a loop over join.batches, and this forward is outside of one: in a plain `for` nobody"
+                " can tell where an epoch starts and ends. Write `for batch in join.batches(loader)`."
             )
         self.step.meet()
         self.place = Place.PLAIN

@@ -218,8 +218,8 @@ class LoopDriver(Attendance):
             if len(active) < members.world_size:
                 joined = members.named(rank for rank in range(members.world_size) if rank not in active)
                 raise JoinError(
-                    f"{call} in a step that {name_ranks(joined)} had no batch for. It takes all ranks:"
-                    " keep what each step computes in a list, and call it after the loop, to which all ranks come."
+                    f"{call} was called in a step in which {name_ranks(joined)} had no batch, and it needs all ranks."
+                    " Keep what each step computes in a list, and call it after the loop, which all ranks reach."
                 )
 
     def weigh(self, value: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class LoopDriver(Attendance):
             with self.telling:
                 raise JoinValueError(
                     f"Rank {self.members.name} gives the rows of {len(rows)} steps, and had {self.own_taken} batches:"
-                    " those of placeholders are among them. Append what a step computes only `if not join.joined`, or"
+                    " rows of placeholders are among them. Append what a step computes only `if not join.joined`, or"
                     " give indices, of which each counts once."
                 )
 

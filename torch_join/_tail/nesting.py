@@ -27,13 +27,13 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
         shared = [thing for thing in objects if any(thing is one for one in other.objects)]
         if shared:
             raise JoinError(
-                f"{type(shared[0]).__name__} was given to two Joins of which one is entered inside the other, and both"
-                " would announce what it does. Use one Join for everything in the loop, or one after the other."
+                f"{type(shared[0]).__name__} was given to two nested Joins, and both would announce its actions. Use"
+                " one Join for everything in the loop, or one after the other."
             )
         if other.in_loop():
             raise JoinError(
-                "A Join was entered inside a loop of another one, and ranks that have joined cannot follow: they wait"
-                " for the loop's end. Give everything to one Join around the loop."
+                "A Join was entered inside another Join's loop, and finished ranks cannot follow: they wait for the"
+                " loop's end. Give everything to one Join around the loop."
             )
     _entered.append(_Entered(driver, objects, in_loop))
 
@@ -73,16 +73,16 @@ def nested() -> JoinError:
 def left_behind() -> JoinError:
     """Return the error of a loop that goes on after its end."""
     return JoinError(
-        "A loop over join.batches went on after it had been left: its `with` has ended, or another loop has begun,"
-        " of an iterator that was made later. Begin a new loop."
+        "A loop over join.batches continued after it had been left: its `with` has ended, or another loop has started."
+        " Start a new loop."
     )
 
 
 def left_amid(rank: int, step: int) -> JoinError:
     """Return the error of a `break` between a batch and the model's forward, where ranks may leave in any step."""
     return JoinError(
-        f"Rank {rank} left its loop at step {step} after it had taken a batch and before the model's forward, where the"
-        " other ranks already count on it. Break at the end of a step."
+        f"Rank {rank} left its loop at step {step} between taking a batch and the model's forward, when the other ranks"
+        " already rely on it. Break at the end of a step."
     )
 
 
@@ -95,8 +95,8 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
     if ranks:
         raise JoinError(
             f"{name_ranks(ranks).capitalize()} made an iterator over join.batches and asked it for no batch, though"
-            " there are some, while other ranks go through that loop. Make as many calls of next() as there are"
-            " batches on this rank, or leave such loops at the same step on all ranks."
+            " there are some, while other ranks go through that loop. Call next() for each batch of this rank, or leave"
+            " such loops at the same step on all ranks."
         )
 
 

@@ -134,8 +134,9 @@ class PlaceholderReader(Reader[Any]):
             result, everyone = self._channel.wait(), range(self._members.world_size)
             if left := [rank for rank in everyone if result.notices.get(rank) == {}]:
                 raise JoinValueError(
-                    f"The loop of {name_ranks(self._members.named(left))} was left by `break` where others go on, with"
-                    " placeholder=, where each step takes all ranks. Leave it on all of them at the same step."
+                    f"{name_ranks(self._members.named(left)).capitalize()} left the loop by `break` while others"
+                    " continue, and with placeholder= each step needs all ranks. Leave it on all of them at the same"
+                    " step."
                 )
             active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
             is_last = all("last" in result.notices.get(rank, ()) for rank in active)
@@ -272,8 +273,8 @@ class PlaceholderLoop:
         """See `Join.weigh`."""
         if value.requires_grad:
             raise JoinError(
-                "join.weigh() of a value that has a backward, where its loss is weighted: pass it to backward() as it"
-                " is. For torch.autograd.grad, weigh grad_outputs."
+                "join.weigh() got a value that has a backward, which Join weights already: pass it to backward()"
+                " unchanged. For torch.autograd.grad, weigh grad_outputs."
             )
         return weighted(value, self.losses.factor)
 
@@ -359,11 +360,11 @@ def _check_given(given: Sequence[Any]) -> None:
     custom = (each for each in given if isinstance(each, Joinable) and not isinstance(each, (nn.Module, Optimizer)))
     if (own := next(custom, None)) is not None:
         raise UnsupportedError(
-            f"A {type(own).__name__}, which is a Joinable, was given to Join, with placeholder=: each rank makes every"
-            " step, and no rank runs its hooks. Leave it out, and do in the step what its hooks do."
+            f"A {type(own).__name__}, which is a Joinable, was given to Join with placeholder=, under which every rank"
+            " makes every step and no hooks run. Leave it out, and do the work of its hooks in the step."
         )
     if any(map(holds_metrics, given)):
         raise UnsupportedError(
-            "A metric was given to Join, with placeholder=: its placeholders would count. Leave it out, and update it"
+            "A metric was given to Join, with placeholder=, and would count placeholders. Leave it out, and update it"
             " in the loop `if not join.joined`; compute() brings all ranks together after the loop."
         )

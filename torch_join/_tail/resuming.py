@@ -72,16 +72,16 @@ class Resuming:
         """
         if "places" not in state:
             raise JoinValueError(
-                "What a loop was to go on from is no state that join.state_dict() has returned, or fabric.save has"
-                " written for a dataloader under one of these strategies: it does not say where each rank was."
+                "A loop cannot resume from this object, which neither join.state_dict() returned nor fabric.save wrote"
+                " for a dataloader under one of these strategies: it does not say where each rank was."
             )
         places = state["places"]
         if state["version"] == 2:
             places = [None if place is None else {**NOT_DEALT, **place} for place in places]
         elif state["version"] != VERSION:
             raise JoinValueError(
-                f"The state is of version {state['version']}, and {VERSION} is known here: another version of"
-                " torch_join has written it. Resume with that one."
+                f"The state has version {state['version']}, and this torch_join reads version {VERSION}. Resume with"
+                " the version of torch_join that wrote it."
             )
         if len(places) != self._world_size:
             places = dealt_among(places, self._world_size, state["step"], state["over"])
@@ -209,6 +209,6 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
         at = {-1: "at none", OVER: "past its end"}
         said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
-            f"A loop goes on at different steps, by the states that ranks gave to join.load_state_dict() ({said}). All"
-            " ranks load the same state, before the same loop."
+            f"A loop would resume at different steps, by the states that ranks gave to join.load_state_dict() ({said})."
+            " All ranks must load the same state, before the same loop."
         )

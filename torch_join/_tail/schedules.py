@@ -140,5 +140,5 @@ def wrong_length(rank: int, length: int, step: int, goes_on: bool) -> JoinValueE
     does = "goes on after that" if goes_on else f"ended after {step} batches"
     return JoinValueError(
         f"The loader of rank {rank} said its length was {length} and {does}, which the other ranks cannot know in time."
-        " Mend what it draws from, do not change it in the loop, or use Join(..., may_break=True)."
+        " Correct its sampler, do not change it in the loop, or use Join(..., may_break=True)."
     )

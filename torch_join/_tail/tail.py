@@ -275,7 +275,7 @@ class Tail:
             if members.loss_factor == 0:
                 raise UnsupportedError(
                     f"A batch without samples, or that counts 0, under {name_of(members.weighting)}, with a collective"
-                    " in backward: what other ranks' losses owe to this batch would be multiplied by zero. Leave such"
+                    " in backward: other ranks' gradients through this batch would be multiplied by zero. Leave such"
                     " batches out, or use weighting='active'."
                 )
         if not (is_ddps and members.announces) or any(model.in_backward for model in self.tail_log.models()):

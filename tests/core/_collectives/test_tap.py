@@ -74,7 +74,7 @@ def _leaves_nothing_behind(rank: int) -> tuple[list[str], list[Any]]:
         tap.install()
         tap.install()
         assert all(map(_dispatch.has_kernel, operators))
-        with pytest.raises(JoinError, match="another join context"):
+        with pytest.raises(JoinError, match="Another join context"):
             CollectiveTap(observed.append, lambda r: True).install()
         with tap.ignoring():
             with tap.ignoring():

@@ -75,7 +75,7 @@ def come_late(rank: int, before: int) -> str:
 def test_who_does_not_come_in_time_is_named(workers: Workers, before: int) -> None:
     """However long before rank 0 another one has come, and whatever the group's own timeout is."""
     first, second, _ = workers.run(3, come_late, before, timeout=2.0)
-    assert first.startswith("Rank 0 waited 3 s for rank 2 to begin its `with`")
+    assert first.startswith("Rank 0 waited 3 s for rank 2 to start its `with`")
     assert second.startswith(
         "Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone"
     )  # it has just said so

@@ -433,7 +433,7 @@ def plain(rank: int) -> None:
 
 def test_a_plain_for_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, plain):
-        assert "A forward outside of a loop over join.batches, with rebalance=True" in outcome.error, outcome
+        assert "rebalance=True needs a loop over join.batches, and this forward is outside of one" in outcome.error
 
 
 class Positioned:

@@ -233,7 +233,7 @@ def nested(rank: int, how: str) -> str:
     [
         ("itself", "This Join is entered already"),
         ("shared", "DistributedDataParallel was given to two Joins"),
-        ("inside", "entered inside a loop of another one"),
+        ("inside", "entered inside another Join's loop"),
     ],
 )
 def test_joins_that_would_wait_for_each_other_are_refused(workers: Workers, how: str, says: str) -> None:

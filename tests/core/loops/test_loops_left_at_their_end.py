@@ -169,7 +169,7 @@ def test_batches_that_no_rank_or_only_some_ask_for(workers: Workers) -> None:
     assert workers.run(2, ask, "none") == ["", ""]
     for how, text in (
         ("one rank", "Rank 0 made an iterator over join.batches and asked it for no batch"),
-        ("other order", "went on after it had been left"),
+        ("other order", "continued after it had been left"),
     ):
         for outcome in workers.outcomes(2, ask, how):
             assert text in outcome.error, (how, outcome)
@@ -189,7 +189,7 @@ def resume(rank: int, how: str) -> int:
 def test_a_loop_outside_of_its_with(workers: Workers) -> None:
     for how, text in (
         ("outside", "begun outside of its `with`"),
-        ("after", "went on after it had been left"),
+        ("after", "continued after it had been left"),
     ):
         for outcome in workers.outcomes(2, resume, how):
             assert text in outcome.error, (how, outcome)

@@ -385,10 +385,10 @@ REFUSED = {
     "fetched": "was asked for before the backward of the previous one",
     "amid": "an accumulation has begun",
     "over steps": "was asked for before the backward of the previous one",
-    "joinable": "which is a Joinable, was given to Join, with placeholder=",
+    "joinable": "which is a Joinable, was given to Join with placeholder=",
     "weighed": "a value that has a backward",
-    "gather": "those of placeholders are among them",
-    "break": "was left by `break` where others go on|wait for each other for ever",
+    "gather": "rows of placeholders are among them",
+    "break": "left the loop by `break` while others continue|wait for each other for ever",
     "throws": "exhausted",
 }
 
@@ -406,7 +406,7 @@ def test_what_is_refused(workers: Workers, how: str) -> None:
     [
         ({"placeholder": "first"}, JoinValueError, "Use 'last' or 'rows', or a function of a batch"),
         ({"placeholder": 3}, JoinTypeError, "placeholder is 'last' or 'rows'"),
-        ({"placeholder": "last", "rebalance": True}, JoinValueError, "placeholder= and rebalance=True"),
+        ({"placeholder": "last", "rebalance": True}, JoinValueError, "placeholder= cannot be combined"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -88,8 +88,8 @@ class LoopEngineParticipant(Participant, LoopModel):
         if self.tail_log.in_window:
             raise UnsupportedError(
                 "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
-                " different lengths would have the ranks step apart. Loop over the batches, and set the engine's"
-                " gradient_accumulation_steps."
+                " different lengths would make the ranks step at different times. Loop over the batches, and set the"
+                " engine's gradient_accumulation_steps."
             )
         if _compat_torch.backward_in_progress() == -1:
             self.driver.before_forward(lambda: self.members.count_forward(args, kwargs))
