@@ -70,7 +70,7 @@ class Joining(JoiningStrategy):
     def __init__(
         self,
         *args: Any,
-        weighting: Weighting = Options.weighting,
+        weighting: Weighting | None = Options.weighting,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         enable: bool = True,

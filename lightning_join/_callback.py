@@ -61,7 +61,7 @@ class JoinCallback(Callback):
     def __init__(
         self,
         *,
-        weighting: Weighting = Options.weighting,
+        weighting: Weighting | None = Options.weighting,
         divide_by_initial_world_size: bool | None = None,
         throw_on_early_termination: bool = False,
         joinables: Sequence[Joinable] = (),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torch_join._base.errors import DECIDE, ENDS, JoinError, JoinTimeoutError, PeerFailedError, check_all_go_on
 from torch_join._compat.ddp import differentiable
+from torch_join._compat.torchrun import forget_victim
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver
@@ -231,6 +232,7 @@ def end(owner: Hashable) -> None:
     except PeerFailedError as error:
         if DECIDE in error.reason:
             raise
+        forget_victim()
     finally:
         channel.close()
 

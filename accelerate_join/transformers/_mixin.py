@@ -91,6 +91,7 @@ class JoinTrainerMixin:
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # what a subclass makes of its own is evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
+        cls.__signature__ = None  # type: ignore[attr-defined]  # and not its base's
         with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
             cls.__signature__ = whole_signature(cls, JoinTrainerMixin)  # type: ignore[attr-defined]
 

@@ -78,7 +78,7 @@ class Joins:
     def __init__(
         self,
         *args: Any,
-        weighting: Weighting = Options.weighting,
+        weighting: Weighting | None = Options.weighting,
         divide_by_initial_world_size: bool | None = None,
         joinables: Iterable[Any] = (),
         throw_on_early_termination: bool = False,

@@ -54,7 +54,6 @@ OF_VERSION: dict[int, dict[str, Sharded]] = {
     1: {
         "flat": Sharded(lengths=(2, 6), plugin={"use_orig_params": False}, optimizer="sgd", accumulate=2),
         "grads": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "SHARD_GRAD_OP"}, evaluates=True),
-        "no shard": Sharded(lengths=(2, 6), plugin={"sharding_strategy": "NO_SHARD"}, accumulate=2),
         "checkpointed": Sharded(lengths=(2, 6), plugin={"activation_checkpointing": True}, accumulate=2),
         "scaler": Sharded(lengths=(2, 6), scaler=8.0, optimizer="sgd", scheduler="step"),
         "clip": Sharded(lengths=(2, 6), clip=0.05, accumulate=2, dtype=torch.float32, scheduler="step"),

@@ -53,9 +53,6 @@ def impossible(recipe: Recipe) -> str:
             return "it asserts where a module that has accumulated is not used in the step that syncs"
         if recipe.clears == "zeros" and recipe.no_sync and recipe.stops:
             return "what a window that was cut has accumulated is no shard, in whose place there could be another"
-        again = "forwards" in recipe.loss or recipe.options.get("prefetch")
-        if recipe.model in STRAYS and recipe.options.get("strategy") == "NO_SHARD" and again:
-            return "a module that was gathered again and did not run is left without parameters until it does"
         if recipe.model == "checkpointed reentrant" and "forwards" in recipe.loss:
             return "its second forward through reentrant checkpoints finds the parameters freed"
         if recipe.model == "partly frozen" and not recipe.options.get("original", True):
@@ -209,7 +206,7 @@ def _for_accelerate(rng: random.Random) -> Recipe:
     recipe = _in_framework(rng)
     options = {name: value for name, value in recipe.options.items() if value != 2}
     if recipe.api == "fsdp1" and options.pop("mesh", None):  # Accelerate gives it none
-        options["strategy"] = rng.choice(["SHARD_GRAD_OP", "NO_SHARD"])
+        options["strategy"] = "SHARD_GRAD_OP"
     if recipe.api == "fsdp1" and options.get("prefetch", "") is None:
         options["prefetch"] = "BACKWARD_PRE"
     framework = {
@@ -281,7 +278,7 @@ def _options(rng: random.Random, api: str, world_size: int) -> dict[str, Any]:
         if "mesh" in options:
             options["strategy"] = rng.choice(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
         elif rng.random() < 0.4:
-            options["strategy"] = rng.choice(["SHARD_GRAD_OP", "NO_SHARD"])
+            options["strategy"] = "SHARD_GRAD_OP"
         return options
     if rng.random() < 0.4:
         options["reshard"] = rng.choice(

@@ -67,9 +67,10 @@ class JoinWarning(UserWarning):
     def warn(cls, text: str) -> None:
         """Warn at the line of the user's code that has led here; at the outermost one, where none of it has."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        while frame.f_back and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_USERS:
             frame = frame.f_back
-        name, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+        known = frame.f_globals
+        name, registry = known.get("__name__") or "<string>", known.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, cls, frame.f_code.co_filename, frame.f_lineno, name, registry)
 
 
@@ -92,7 +93,7 @@ class JoinFutureWarning(JoinWarning, FutureWarning):
 _OURS = "torch_join lightning_join pytorch_lightning_join accelerate_join"
 _FRAMEWORKS = (
     "torch torchmetrics lightning lightning_fabric lightning_utilities pytorch_lightning accelerate transformers trl"
-    " deepspeed contextlib functools"
+    " deepspeed contextlib functools importlib threading"
 )
 _NOT_USERS = frozenset(f"{_OURS} {_FRAMEWORKS}".split())
 

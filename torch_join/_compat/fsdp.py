@@ -124,7 +124,6 @@ def reshards_after_forward(handle: Any) -> bool:
     return handle._sharding_strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
 
 
-_REDUCTIONS = ("_reduce_grad", "_reduce_grad_no_shard")
 _announced: dict[int, Callable[[Callable[[], Any]], Any]] = {}
 _undo: list[Callable[[], None]] = []
 
@@ -138,7 +137,7 @@ def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any])
     """
     if not _announced:
         _undo.append(replace(_ExecOrderData, record_post_forward=_recording(_ExecOrderData.record_post_forward)))
-        _undo.append(replace(runtime, **{name: _announcing(getattr(runtime, name)) for name in _REDUCTIONS}))
+        _undo.append(replace(runtime, _reduce_grad=_announcing(runtime._reduce_grad)))
     _announced[id(handle)] = around
 
     def undo() -> None:
@@ -242,7 +241,7 @@ check_names(
         _ExecOrderData: "handles_post_forward_order record_post_forward _iter",
         _FSDPState: "process_group _comm_hook _device_handle _handle _is_root",
         _init_utils: "_exec_order_data",
-        runtime: "_lazy_init _reduce_grad _reduce_grad_no_shard _reshard _should_free_in_backward _unshard",
+        runtime: "_lazy_init _reduce_grad _reshard _should_free_in_backward _unshard",
     },
 )
 

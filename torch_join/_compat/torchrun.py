@@ -16,5 +16,16 @@ def note_victim(text: str) -> None:
     with suppress(OSError, KeyError):
         path = os.environ["TORCHELASTIC_ERROR_FILE"]
         more = {"timestamp": str(int(time.time()) + _LATER), "py_callstack": text}
-        with open(path, "x") as file:
-            json.dump({"message": {"message": text, "extraInfo": more}}, file)
+        whole = f"{path}.{os.getpid()}"  # torchrun raises for half a file
+        try:
+            with open(whole, "w") as file:
+                json.dump({"message": {"message": text, "extraInfo": more}}, file)
+            os.link(whole, path)  # unless there is one
+        finally:
+            os.unlink(whole)
+
+
+def forget_victim() -> None:
+    """Take that back: this rank goes on."""
+    with suppress(OSError, KeyError):
+        os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])

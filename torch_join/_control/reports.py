@@ -65,6 +65,7 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
     """
     return JoinTimeoutError(
         f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a loader that takes"
-        " longer than `timeout`; a `break` at different steps; a `continue`, or a joint operation, at a step that each"
-        " rank counts by itself. docs/hangs.md has the remedy for each; py-spy dump shows where the ranks are."
+        " longer than `timeout` (raise it); a `break` at different steps (may_break=True); a batch that one rank skips"
+        " by `continue` (join.batches(good(loader))); a joint operation at steps that each rank counts by itself (give"
+        " Join the counter). py-spy dump shows where the ranks are."
     )

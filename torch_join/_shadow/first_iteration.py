@@ -88,8 +88,8 @@ class FirstIteration:
         raise JoinError(
             "static_graph=True fixes in a model's first iteration how many gradients each parameter gets, and the ranks"
             f" do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on"
-            f" this rank and {theirs[where]} on another. A rank without a batch there takes every parameter for used"
-            " once. Give each rank a batch in the first iteration, or use static_graph=False with"
+            f" this rank and {theirs[where]} on another. A rank without a batch takes every parameter for used once."
+            " Give each rank a batch there, freeze parameters that are never used, or use static_graph=False with"
             " find_unused_parameters=True."
         )
 

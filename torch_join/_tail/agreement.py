@@ -110,7 +110,7 @@ class Agreement:
         return JoinError(
             "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
             f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step;"
-            " Accelerate's save_state too, with sharded models or save_on_each_node."
+            " Accelerate's save_state too, with sharded models, save_on_each_node or automatic_checkpoint_naming."
         )
 
 

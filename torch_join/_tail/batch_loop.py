@@ -77,6 +77,7 @@ class BatchLoop:
         self.source: Reader[Any] | None = None
         self.placeholders: PlaceholderLoop | None = None
         self.stopwatch: Stopwatch | None = None
+        self._grad_enabled = torch.is_grad_enabled()
         self._even_until = 0  # before this step, each is as the one before: all ranks have a batch, and more to come
 
     @property
@@ -172,6 +173,7 @@ class BatchLoop:
             kind, self.source, driver.tail_log, driver.options, driver.given, lengths, self.first, self.number
         )
         self.reader, self.placeholders.reader.note = self.placeholders.reader, driver.remarks.note
+        driver.remarks.may_rebalance = False
         return self.placeholders.schedule(driver.step)
 
     # ------------------------------------------------------------ its steps
@@ -251,10 +253,11 @@ class BatchLoop:
 
     def status(self) -> tuple[int, list[int]] | None:
         """See `Status`; another thread calls this."""
-        if not self.is_current or not self.reader.pulling:
+        driver = self.driver  # which may be none any more when this is looked at again
+        if driver is None or not self.is_current or not self.reader.pulling:
             return None
         ranks = collective_under_way(self.thread)
-        return None if ranks is None else (self.driver.step_number, ranks)
+        return None if ranks is None else (driver.step_number, ranks)
 
     # ------------------------------------------------------------ its end
 
@@ -334,7 +337,9 @@ class BatchLoop:
 
     def measure(self) -> None:
         """Have the log and the monitor note a loop that has ended; all ranks meet if there is a monitor."""
-        driver, rebalancing = self.driver, self.driver.rebalancing
+        if (driver := self.driver) is None:  # the `with` has ended, in which somebody holds its iterator
+            return
+        rebalancing = driver.rebalancing
         trains = bool(self.trains) if self.placeholders is None else self.placeholders.losses.trains
         if trains and driver.remarks is not None:
             driver.remarks.end(driver.step_number)
@@ -344,7 +349,7 @@ class BatchLoop:
         given, received = rebalancing.exchanged
         mine = stopwatch.stop(given, received, rebalancing.nbytes)
         if self.placeholders is None and not driver.tail_log.models():
-            trains = torch.is_grad_enabled()
+            trains = self._grad_enabled
         with driver.telling:
             record = monitor.add_loop(mine, driver.tail_log.channel, trains, rebalancing.enabled)
             if record is not None:

@@ -114,6 +114,7 @@ def read_ahead(rank: int) -> JoinError:
     return JoinError(
         f"Rank {rank} runs a backward after the end of a loop over join.batches that asks for a batch before the model"
         " has seen the previous one, as a prefetcher does. Its last batches would no longer be trained together with"
-        " the others' batches of the same step. Put the prefetcher inside: join.batches(prefetcher(loader)), in Fabric"
-        " fabric.strategy.batches(prefetcher(loader))."
+        " the others'. Put the prefetcher inside: join.batches(prefetcher(loader)), in Accelerate"
+        " join_batches(prefetcher(loader)), in Fabric fabric.strategy.batches(prefetcher(loader)). A backward of"
+        " something else needs its own loop."
     )

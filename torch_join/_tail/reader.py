@@ -1,5 +1,6 @@
 """Reading a loader so that its end is known in time."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,10 +27,7 @@ T = TypeVar("T")
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
 _MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the others' loaders
 # Samplers of these modules have as many indices as they say.
-_EXACT = (
-    *("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler"),
-    "torch_join._schedule.deals",
-)
+_EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
 
 
 class Reader(Source, Generic[T]):
@@ -267,16 +265,17 @@ class Unbegun:
         """Begin this one, after those before it; return whether it was there."""
         if ticket not in self._loops:
             return False
-        self.begin_all(until=ticket)
-        del self._loops[ticket]
+        try:
+            self.begin_all(until=ticket)
+        finally:
+            self._loops.pop(ticket, None)
         return True
 
     def begin_all(self, until: object = None) -> None:
         """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
-        for ticket in [*self._loops]:
-            if ticket is until:
-                break
-            for _ in self._loops.pop(ticket)():
+        earlier = itertools.takewhile(lambda ticket: ticket is not until, [*self._loops])
+        for go_through in [self._loops.pop(ticket) for ticket in earlier]:  # all of them, if one of these raises
+            for _ in go_through():
                 pass
 
 
@@ -340,7 +339,7 @@ def draws_exactly(sampler: object) -> bool:
     """Whether a sampler, or what batches are made of, has as many indices as it says: one of torch, or ours."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
-    return type(sampler).__module__ in _EXACT
+    return type(sampler) in (list, tuple, range) or type(sampler).__module__ in _EXACT
 
 
 def refuse_position(loader: object) -> None:

@@ -28,12 +28,15 @@ class Remarks:
 
     Attributes:
         weighs_items: Whether the framework divides each step's loss by its number of items.
+        may_rebalance: Whether `rebalance=True` would do, and is not set.
     """
 
     weighs_items = False
 
     def __init__(self, members: Membership, options: Options, framework: str = LOG.name, first: int = 0) -> None:
         self._members, self._options, self._framework, self._first = members, options, framework, first
+        refuses = options.may_break or options.throw_on_early_termination or options.placeholder is not None
+        self.may_rebalance = not (options.rebalance or refuses)
         self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # not so in a backward, later
         self._active: Sequence[int] = range(members.world_size)
         self._ends: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second at which it joined
@@ -64,7 +67,7 @@ class Remarks:
             return
         ends = [self._ends.get(rank, (step - self._first, seconds)) for rank in range(self._members.world_size)]
         record = EpochRecord.of(epoch, [RankRecord(batches, 0, batches, at, at) for batches, at in ends])
-        saves = record.steps_to_save if not self._options.rebalance and self._options.placeholder is None else 0
+        saves = record.steps_to_save if self.may_rebalance else 0
         remedy = f" rebalance=True would save about {saves} of {record.steps} steps." if saves else ""
         self._say(f"{record}{remedy}")
 

@@ -138,7 +138,7 @@ def misused(rank: int, how: str) -> bool:
     [
         ("plain", "JoinError: join.stop_requested() inside of a `with` whose loop is a plain `for`"),
         ("only one", "JoinError: These ranks wait for each other for ever"),
-        ("disabled", "JoinValueError: join.stop_requested() with enable=False"),
+        ("disabled", "JoinValueError: join.stop_requested() cannot be combined with enable=False"),
     ],
 )
 def test_misuse_raises(workers: Workers, how: str, error: str) -> None:

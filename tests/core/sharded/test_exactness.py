@@ -73,10 +73,6 @@ FIRST = {
     "gradients sharded": Recipe((5, 2), options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, evaluates": Recipe((0, 4), evaluation="same with", options={"strategy": "SHARD_GRAD_OP"}),
     "gradients sharded, flat": Recipe((2, 5), options={"strategy": "SHARD_GRAD_OP", "original": False}),
-    "replicated": Recipe((5, 2), options={"strategy": "NO_SHARD"}),
-    "replicated, flat": Recipe((2, 5), options={"strategy": "NO_SHARD", "original": False}),
-    "replicated accumulating": Recipe((2, 5), accumulate=2, no_sync=True, options={"strategy": "NO_SHARD"}),
-    "replicated, never run": Recipe((0, 5), masked=1, accumulate=2, no_sync=True, options={"strategy": "NO_SHARD"}),
     "prefetch": Recipe((2, 5), options={"prefetch": "BACKWARD_POST"}),
     "prefetch early": Recipe((5, 2), options={"prefetch": "BACKWARD_PRE"}),
     "prefetch of what does not run": Recipe(

@@ -269,9 +269,9 @@ class Gradients:
             raise JoinError(
                 f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
                 " no longer the average that this rank got, and the next backward accumulates into"
-                f" it.{between if joined_amid else ' It'} was changed by hand, as GradScaler.unscale_ does, and joined"
-                " ranks cannot know of it. Call zero_grad() after each optimizer step, or change gradients only right"
-                " before it."
+                f" it.{between if joined_amid else ' It'} was changed by hand (through `.data`, GradScaler.unscale_),"
+                " and joined ranks cannot know of it. Call zero_grad() after each optimizer step, or change gradients"
+                " only right before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:

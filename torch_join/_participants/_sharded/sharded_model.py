@@ -145,7 +145,6 @@ class ShardedModelParticipant(Participant, LoopModel):
         if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
             self.remember_after_backward()
         if in_tail:
-            self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
             self._raise_if_unsynced_changed()
             self.contents.check_hooks(self.members.joined_names)
             self.announce("gradients", (syncs, self._others.found(self.gradients, syncs)), hold=True)
@@ -161,13 +160,13 @@ class ShardedModelParticipant(Participant, LoopModel):
             JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
         """
         self.contents.check(self.members.joined_names)
-        self._raise_if_bypassed(self.following.units)
+        self._raise_if_bypassed()
         states = self.gradients.states()
         self.gradients.raise_if_changed(states, self.members)
         return runs_of(states)
 
-    def _raise_if_bypassed(self, units: Sequence[Unit]) -> None:
-        for unit in units:
+    def _raise_if_bypassed(self) -> None:
+        for unit in self.following.units:
             if unit.is_bypassed:
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
@@ -229,7 +228,6 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     def closing_message(self) -> Closing:
         self.contents.check(self.members.joined_names)
-        self._raise_if_bypassed([unit for unit in self.following.units if unit.is_replicated])
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         modes = [module.training for module in self.model.modules()]
         self._raise_if_unsynced_changed()
@@ -253,15 +251,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others.reset()
         sync_norms(self.model, source, self.members.group)
         # What the active ranks' code has set; here none has run.
-        parameters = [*self.model.parameters()]
-        if len(parameters) != len(trains):
-            raise JoinError(
-                f"The model has {len(parameters)} parameters on this rank, and {len(trains)} on rank"
-                f" {self.members.global_ranks[source]}. FullyShardedDataParallel under NO_SHARD leaves a module without"
-                " parameters until it runs again, if the last step has not run it. Use DistributedDataParallel, which"
-                " shards as little."
-            )
-        for parameter, trained in zip(parameters, trains, strict=True):
+        for parameter, trained in zip(self.model.parameters(), trains, strict=True):
             if parameter.requires_grad != trained:  # whole ones of an evaluation may be inference tensors
                 parameter.requires_grad_(trained)
         for module, mode in zip(self.model.modules(), modes, strict=True):

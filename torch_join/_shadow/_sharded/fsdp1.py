@@ -191,7 +191,7 @@ class FlatParamUnit:
         self._init()
         self.reshard()
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
-        flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+        flat = handle.flat_param
         for p, is_trained in zip(self._originals, reduction.used, strict=True):
             p.requires_grad_(is_trained)  # FSDP makes gradients of these only
         handle._reset_flat_param_grad_info_if_needed()
@@ -205,7 +205,7 @@ class FlatParamUnit:
             current = fsdp._device_handle.current_stream()
             fsdp._post_backward_stream.wait_stream(current)
             with fsdp._device_handle.stream(fsdp._post_backward_stream):
-                (runtime._reduce_grad if sharded else runtime._reduce_grad_no_shard)(fsdp, handle)
+                runtime._reduce_grad(fsdp, handle)
             current.wait_stream(fsdp._post_backward_stream)
             if fsdp._all_reduce_stream is not current:
                 current.wait_stream(fsdp._all_reduce_stream)
@@ -222,7 +222,7 @@ class FlatParamUnit:
         handle = self._handle
         flat = handle.flat_param
         whole = flat._unpadded_unsharded_size
-        if flat.grad is not None and (flat.grad.size() == whole or not handle.uses_sharded_strategy):
+        if flat.grad is not None and flat.grad.size() == whole:
             if flat.grad.dtype != dtype:
                 flat.grad.data = flat.grad.to(dtype)
             return
@@ -257,10 +257,6 @@ class FlatParamUnit:
             flat.grad = gradient
             if handle._use_orig_params:
                 handle._use_sharded_grad_views()
-
-    @property
-    def is_replicated(self) -> bool:
-        return not self._handle.uses_sharded_strategy
 
     @property
     def is_bypassed(self) -> bool:

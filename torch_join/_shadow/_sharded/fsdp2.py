@@ -218,7 +218,7 @@ class ParamGroupUnit:
         return bool(self._group.reduce_grads)
 
     # See `Unit`.
-    is_replicated = is_bypassed = False
+    is_bypassed = False
     place = (-1, 0)
 
     @property

@@ -99,10 +99,6 @@ class Unit(Protocol):
         """Whether the next backward reduces gradients."""
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether each rank holds all of it, so that FSDP does not look what is in the place of its gradients."""
-
-    @property
     def is_bypassed(self) -> bool:
         """Whether somebody has put other gradients in the place of those that this unit knows."""
 
@@ -150,8 +146,9 @@ def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
     """Return the error of a joined rank whose unit is in another state than the active ranks'."""
     return JoinError(
         f"The parameters of {name or 'the root module'} are {mine} on this rank, which has joined, and {theirs} on the"
-        " active ranks: one rank has gathered or resharded them outside of the common step, by a forward, unshard() or"
-        " summon_full_params() of its own. Do it on all ranks, before the loop."
+        " active ranks. Either one rank has gathered or resharded them alone (a forward, unshard(),"
+        " summon_full_params()): do it on all ranks, before the loop. Or this rank joined between a forward and its"
+        " backward under reshard_after_forward=<int>: ask for the next batch after the backward."
     )
 
 
