@@ -227,7 +227,10 @@ def test_a_process_that_ends_with_old_parameters_fails(workers: Workers, lengths
     short = lengths.index(3)
     outcomes = workers.outcomes(2, leave, lengths, "held", "", False, "exit")
     assert outcomes[short].trace == "exit code 1\n"
-    assert f"Rank {short}: JoinError: The process ended after it had left" in outcomes[1 - short].error
+    assert (
+        f"Rank {short}: JoinError: The process left a loop that others continued, and ended"
+        in outcomes[1 - short].error
+    )
 
 
 def fail(rank: int, how: str) -> None:

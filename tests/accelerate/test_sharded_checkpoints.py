@@ -190,4 +190,4 @@ def take_another(rank: int, script: Sharded) -> None:
 
 def test_a_model_that_was_not_prepared(workers: Workers) -> None:
     outcomes = workers.outcomes(2, take_another, possible(Sharded(lengths=(5, 2), epochs=1)))
-    assert all("ModuleList that is none of the prepared models" in o.error for o in outcomes), outcomes
+    assert all("ModuleList that accelerator.prepare did not return" in o.error for o in outcomes), outcomes

@@ -172,7 +172,7 @@ def in_a_step(rank: int, at: int) -> Any:
 def test_in_a_step(workers: Workers) -> None:
     assert workers.run(2, in_a_step, 1) == [[1, 11]] * 2
     first, second = workers.outcomes(2, in_a_step, 2)
-    assert "JoinError: join.gather in a step that rank 0 had no batch for." in second.error
+    assert "JoinError: join.gather was called in a step in which rank 0 had no batch" in second.error
     assert "call it after the loop" in second.error
     assert "PeerFailedError: Rank 1 failed" in first.error
 

@@ -58,4 +58,6 @@ def test_shards_and_a_step_that_some_rank_does_not_have(workers: Workers) -> Non
     for found in workers.run(2, gather_shards, None):
         assert_same(found, rows_of(range(10, 15)))
     _, second = workers.outcomes(2, to_the_end, gather_shards, 1)
-    assert "JoinError: fabric.strategy.gather_in_order in a step that rank 0 had no batch for" in second.error
+    assert (
+        "JoinError: fabric.strategy.gather_in_order was called in a step in which rank 0 had no batch" in second.error
+    )

@@ -248,7 +248,7 @@ def set_up_within(rank: int) -> None:
 
 
 def test_a_set_up_inside_a_loop_raises(workers: Workers) -> None:
-    refused(workers.outcomes(2, to_the_end, set_up_within), "A model was set up inside of a loop")
+    refused(workers.outcomes(2, to_the_end, set_up_within), "A model was set up inside a loop")
 
 
 def fail(rank: int, how: str) -> None:

@@ -146,4 +146,4 @@ def test_sets_in_another_order_are_evaluated_in_one(workers: Workers) -> None:
 
 def test_sets_of_other_names_are_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, evaluate_sets, {0: ["a"], 1: ["a", "b"]}):
-        assert "evaluation datasets of other names (rank 0: a; rank 1: a, b)" in outcome.error
+        assert "evaluation datasets differ between ranks (rank 0: a; rank 1: a, b)" in outcome.error

@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
     "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
     "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),
-    "varying": (FromVarying, Fit((4, 4)), {"own_shards": False}, "but its batch 1 is of another size"),
+    "varying": (FromVarying, Fit((4, 4)), {"own_shards": False}, "but its batch 1 has another size"),
     "batch size": (JoinTrainer, Fit((2, 5), extra={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
 }
 if hasattr(TrainingArguments, "train_sampling_strategy"):

@@ -34,7 +34,7 @@ class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
 def foreign(what: str, why: object) -> JoinError:
     """Return the error of a rank that has read what no rank can have written."""
     return JoinError(
-        f"This rank read {what} that is not a message of its ranks: {why}. Either they run different versions of"
+        f"This rank read a message ({what}) that none of its ranks sent: {why}. Either they run different versions of"
         " torch_join, or some ranks were in another collective of the process group when the first `with` (or fit)"
         " connected them."
     )

@@ -89,8 +89,8 @@ class FirstIteration:
             "static_graph=True fixes in a model's first iteration how many gradients each parameter gets, and the ranks"
             f" do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on"
             f" this rank and {theirs[where]} on another. A rank without a batch takes every parameter for used once."
-            " Give each rank a batch there, freeze parameters that are never used, or use static_graph=False with"
-            " find_unused_parameters=True."
+            " Give each rank a batch in the first iteration, freeze parameters that are never used, or use"
+            " static_graph=False with find_unused_parameters=True."
         )
 
     def _times(self) -> list[int]:

@@ -208,7 +208,8 @@ class BatchLoop:
                         raise _nesting.left_behind()
                     return
                 driver.step_number += 1
-            loop.end_placeholders()
+            if placeholders is not None:
+                loop.end_placeholders()
         except GeneratorExit:
             if placeholders is not None:
                 placeholders.leave()

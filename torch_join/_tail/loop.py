@@ -63,13 +63,8 @@ class LoopDriver(Attendance):
         self.named = NamedLoops(self.members.rank, self.members.world_size)
         self.positions = self.named.current
         self.find_other_place: Callable[[int], LoaderPlace | None] = self.named.find_others
-        self._reset()
-        self._make_participants()
-
-    def _reset(self) -> None:
-        """Begin anew, as before the first step."""
         self.reset()
-        self.named.current.end()
+        self._make_participants()
 
     def _make_participants(self) -> None:
         if self.options.placeholder is None:  # else there is nothing to follow
@@ -93,7 +88,8 @@ class LoopDriver(Attendance):
         if not self.tail_log.participants:  # it has been left before
             self._renew_tail_log()
             self._make_participants()
-        self._reset()
+        self.reset()
+        self.named.current.end()
         try:
             parameters = (p for model in self.tail_log.models() for p in model.modules[0].parameters())
             if (first := next(parameters, None)) is not None:

@@ -99,7 +99,7 @@ def say(rank: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["large", "small", "garbage", "wrong"])
 def test_what_no_rank_says_is_refused(workers: Workers, what: str) -> None:
     text = workers.run(2, say, what)[1]
-    assert "What this rank has read as what ranks say at the begin is not a message of its ranks" in text
+    assert "This rank read a message (what ranks say at the begin) that none of its ranks sent" in text
 
 
 def look_at_the_store(rank: int) -> bool:

@@ -426,7 +426,7 @@ def _refused(rank: int, kind: str) -> str:
         ("_sync_dist", "OwnSync syncs in a way of its own"),
         ("process group", "SumMetric syncs over another process group"),
         ("twice", "given to Join twice"),
-        ("Words", "Words keeps something in its state 'words' that is not a tensor"),
+        ("Words", "Words keeps an object in its state 'words' that is not a tensor"),
     ],
 )
 def test_what_cannot_be_made_right_is_refused(workers: Workers, kind: str, text: str) -> None:

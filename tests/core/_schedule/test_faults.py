@@ -279,7 +279,7 @@ def test_what_ends_the_loop_of_one_rank_is_told(
 ) -> None:
     outcomes = workers.outcomes(2, end_alone, who, stop, how, loop, weighting, timeout=timeout, deadline=45.0)
     for outcome in outcomes:
-        says = "amid a step" if how == "raises" else f"The loop of rank {who} was left by `break`"
+        says = "amid a step" if how == "raises" else f"Rank {who} left the loop by `break`"
         assert says in outcome.error, outcomes
         assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
 

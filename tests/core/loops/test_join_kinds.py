@@ -232,7 +232,7 @@ def nested(rank: int, how: str) -> str:
     ("how", "says"),
     [
         ("itself", "This Join is entered already"),
-        ("shared", "DistributedDataParallel was given to two Joins"),
+        ("shared", "DistributedDataParallel was given to two nested Joins"),
         ("inside", "entered inside another Join's loop"),
     ],
 )

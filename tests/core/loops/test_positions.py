@@ -234,8 +234,8 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("another version", "version 99"),
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
         ("another loader", r"another loader than this DataLoader \(batches: . then, unknown now"),
-        ("now rebalanced", "with rebalance=True was to go on from a state that was written without it"),
-        ("no longer rebalanced", "without rebalance=True was to go on from a state that was written with it"),
+        ("now rebalanced", "with rebalance=True was resumed from a state that was written without it"),
+        ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with it"),
         ("longer", r"another loader than this list \(batches: 3 then, 4 now\)"),
     ],
 )

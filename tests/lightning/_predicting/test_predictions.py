@@ -345,8 +345,8 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "one by one": (None, "with batch_size=None nobody records what its sampler draws"),
     "names": (None, "its sampler yields other things than whole numbers"),
     "any order": (None, "with in_order=False its batches come in another order"),
-    "mixed": (None, "Dataloader 0 is of a dataset of its own on rank 0, and on others a sampler deals one out"),
-    "own shards": (None, "have different lengths (4 to 5), and a sampler deals out each"),
+    "mixed": (None, "Dataloader 0 reads a rank's own dataset on rank 0, and on other ranks a sampler distributes one"),
+    "own shards": (None, "have different lengths (4 to 5), and a sampler distributes each"),
     "stream": ("dataset", "its dataset is iterable. Return the samples' indices from predict_step and give them"),
 }
 
