@@ -1,6 +1,6 @@
-"""The rows that ranks have computed, put in order: what a loop over uneven batches gives as a whole.
+"""Puts the rows that ranks have computed in a loop over uneven batches in order.
 
-All goes over the process group, as bytes and in pieces of a bounded size, so that any dtype arrives bit for bit.
+Everything goes over the process group, as bytes and in pieces of a bounded size, so that any dtype arrives bit for bit.
 """
 
 import pickle
@@ -29,15 +29,15 @@ _NO_INDICES = (
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank tells the others before it sends rows.
+    """A rank's message to the others before it sends rows.
 
     Attributes:
-        error: Why it has none, if it should have some.
-        tree: What its batches hold; `None` without a batch.
-        count: How many rows there are.
-        packed: How many bytes each of its lists takes, by path.
-        has_indices: Whether it knows its samples' indices.
-        way: How it wants the rows, which must be as the others do.
+        error: Why this rank has no rows, if it should have some.
+        tree: The structure of its batches; `None` without a batch.
+        count: The number of rows.
+        packed: The size in bytes of each of its lists, by path.
+        has_indices: Whether it knows the indices of its samples.
+        way: How it wants the rows, which must be the same on all ranks.
     """
 
     error: str = ""
@@ -64,26 +64,25 @@ def gather_in_order(
     A structure is a tensor, a list, or a tuple or a mapping of structures. Tensors are joined along their first
     dimension, and lists end to end. A mapping becomes a dictionary.
 
-    With indices rows are in their order, and of each index there is one: the first, by rank. (A sampler that pads,
-    such as torch's `DistributedSampler`, gives some samples to two ranks.) Without, rows are in the order of the ranks,
-    and on each rank in that of its batches.
+    With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row. (A
+    sampler that pads, such as torch's `DistributedSampler`, gives some samples to two ranks.) Without indices, rows are
+    in the order of the ranks and their batches.
 
     Args:
         batches: This rank's structures, one for each batch. A rank may have none.
         indices: For each batch the indices of its samples, in the dataset that all ranks have.
         group: The process group, by default the whole world.
-        rank: The rank in the group that gets them; by default all do.
-        by_rank: Whether indices are of a dataset of each rank's own: rows are in the order of the ranks then, and on
-            each in that of its indices.
-        what: How errors call a structure.
-        needs_indices: Whether rows without indices are refused.
+        rank: The rank in the group that gets the result; by default all do.
+        by_rank: Whether each rank's indices belong to its own dataset: rows are then in the order of the ranks, and
+            within each rank in that of its indices.
+        what: The name of a structure in errors.
+        needs_indices: Whether to refuse rows without indices.
 
     Returns:
-        The structure, or `None` on other ranks than `rank`, and where no rank has a batch.
+        The structure, or `None` on ranks other than `rank`, and if no rank has a batch.
 
     Raises:
-        JoinValueError: On all ranks, if the rows of some cannot be joined; the message names the rank, and the part of
-            the structure.
+        JoinValueError: On all ranks, if the rows of some cannot be joined; the message has the rank and the part.
     """
     values: dict[str, Tensor] = {}
     known: Tensor | None = None
@@ -91,7 +90,7 @@ def gather_in_order(
         if needs_indices and len(batches) > 0 and indices is None:
             raise JoinValueError(_NO_INDICES)
         said, values, known = _prepare(batches, indices, what, (rank, by_rank))
-    except Exception as error:  # the others wait
+    except Exception as error:  # the other ranks wait, so they get it too
         said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
     everyone: list[_Said] = _objects.gather(said, f"What a rank says of its {what}", group)
     tree = _check(everyone, what)
@@ -122,18 +121,18 @@ def gather_given(
     order: Literal["dataset", "shards"] | None = None,
     is_dealt_out: bool = False,
 ) -> Any:
-    """Do what `Join.gather` says, with what a user gives: one structure, or a list of one for each batch, or `None`.
+    """Do what `Join.gather` documents with the user's rows: one structure, a list of one for each batch, or `None`.
 
     Args:
-        rows: The user's.
-        indices: Likewise.
+        rows: The user's rows.
+        indices: The user's indices.
         group: The process group.
-        rank: The rank in the group that gets them; by default all do.
-        order: `"dataset"`: indices are of a dataset that all ranks have. `"shards"`: of each rank's own.
-        is_dealt_out: Whether a dataset is dealt out to the ranks, so that rows need indices to be in its order.
+        rank: The rank in the group that gets the result; by default all do.
+        order: `"dataset"`: indices are those of a dataset that all ranks have. `"shards"`: of each rank's own dataset.
+        is_dealt_out: Whether a dataset is dealt out to the ranks, so that ordering its rows takes indices.
 
     Raises:
-        JoinValueError: On all ranks, if rows are to be in the dataset's order, and one has no indices.
+        JoinValueError: On all ranks, if rows are to be in the dataset's order, and a rank has no indices.
     """
     if rows is None:
         rows, indices = [], None
@@ -156,7 +155,7 @@ def gather_given(
 def _prepare(
     batches: Sequence[Any], indices: Sequence[Any] | None, what: str, way: tuple[int | None, bool]
 ) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
-    """Return what to say; by path, a tensor's bytes (rows, bytes of a row) or a pickled list's; and all indices."""
+    """Return the message; by path, a tensor's bytes (rows, bytes of a row) or a pickled list's; and all indices."""
     if indices is not None and len(indices) != len(batches):
         raise JoinValueError(f"There are indices of {len(indices)} batches, and {what} of {len(batches)}.")
     known = None if indices is None else [_as_indices(each) for each in indices]
@@ -193,11 +192,11 @@ def _as_bytes(leaf: Leaf, values: list[Any]) -> Tensor:
     return raw_bytes(whole).view(len(whole), leaf.row_bytes)
 
 
-# ---------------------------------------------------------------- what ranks have said
+# ---------------------------------------------------------------- checking the ranks' messages
 
 
 def _check(everyone: Sequence[_Said], what: str) -> Any:
-    """Return what batches hold; `None` where there are none."""
+    """Return the structure of the batches; `None` if there are none."""
     for number, each in enumerate(everyone):
         if each.error:
             raise JoinValueError(f"The {what} of rank {number} cannot be joined. {each.error}")
@@ -224,7 +223,7 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
 def _places(
     known: Tensor | None, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
 ) -> tuple[list[Tensor], int]:
-    """See `place_rows`; only a rank that gets rows learns their indices."""
+    """See `place_rows`; only a rank that receives rows receives their indices."""
     counts = [each.count for each in everyone]
     if not any(each.has_indices for each in everyone):
         return place_rows(counts, None, by_rank)
@@ -236,12 +235,12 @@ def _places(
 
 
 def place_rows(counts: Sequence[int], indices: Sequence[Tensor] | None, by_rank: bool) -> tuple[list[Tensor], int]:
-    """Return, for each rank, the places of its rows among all (-1: left out), and how many there are then.
+    """Return, for each rank, the places of its rows in the result (-1: left out), and the result's number of rows.
 
     Args:
-        counts: How many rows each rank has.
-        indices: Those of each rank's rows; `None` where nobody knows them.
-        by_rank: Whether they are of a dataset of each rank's own.
+        counts: Each rank's number of rows.
+        indices: The indices of each rank's rows; `None` if they are not known.
+        by_rank: Whether each rank's indices belong to its own dataset.
     """
     if indices is not None and not by_rank:
         places, total = _ranked(torch.cat([*indices]))
@@ -255,7 +254,7 @@ def place_rows(counts: Sequence[int], indices: Sequence[Tensor] | None, by_rank:
 
 
 def _ranked(indices: Tensor) -> tuple[Tensor, int]:
-    """Return the place of each index among them all, -1 where it was there before, and how many there are."""
+    """Return the place of each index in sorted order, -1 for a repeated one, and the number of different ones."""
     ordered, order = indices.sort(stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]

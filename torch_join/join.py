@@ -1,4 +1,4 @@
-"""`Join`: torch's context for uneven inputs, made exact. What it does is its driver's, in `_tail/loop.py`."""
+"""`Join`: torch's context for uneven inputs, made exact. Its driver in `_tail/loop.py` does the work."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -37,40 +37,40 @@ class Join(TorchJoin):
 
     A rank that has run out of inputs serves the others: it takes part in the gradients' all-reduce
     with zeros, and in any other collective of the step with a neutral value. When the last rank is
-    done, its state (of everything given) is handed over to the others, and all leave the loop
+    done, its state (of all joinables) is handed over to the others, and all leave the loop
     together. A plain `for` over the loader works too: ranks meet at each forward of a model.
 
     Args:
         joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything
             with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
-        enable: `False` makes the context do nothing: `batches` passes on its loader's, and every rank is active.
+        enable: `False` makes the context do nothing: `batches` yields the loader's batches, and every rank is active.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
         weighting: How the gradients of the active ranks are combined: `"world"` (the default), their sum over the
-            number of ranks; `"active"`, their mean; `"samples"`, weighted by their batches' sizes; a function, by what
-            it returns for the batch, as the loader yields it: its number of tokens, say.
-        may_break: Whether ranks meet in each step, also where lengths are certain; needed where ranks may
-            `break` out of their loops at different steps.
+            number of ranks; `"active"`, their mean; `"samples"`, weighted by their batches' sizes; a function, weighted
+            by the number that it returns for a batch from the loader (its tokens, say).
+        may_break: Whether ranks meet in each step even if lengths are certain; needed if ranks may `break` out of
+            their loops at different steps.
         timeout: How long a rank waits for another, by default 30 minutes.
-        audit: In which loops to compare the ranks' states: `"tail"`, those that a rank ends early; `True`, all.
-        hand_over_ignored: Whether parameters that DDP ignores are; `None`: of which all ranks held the same bytes.
-        hand_over_buffers: Whether buffers that DDP does not broadcast are, and FSDP's; `None`: of modules of which all
-            ranks held the same bytes after each had trained.
-        backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
-            in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
-        rebalance: Whether ranks that have run out of batches get some of others', so that all train until the end.
-            Loops must be over `batches`, and be left on all ranks at the same step.
-        placeholder: What a rank that has run out of batches runs the steps on itself, for models that live on several
-            ranks (experts, pipelines); the loss of such a step counts zero. `"last"`, its last batch; `"rows"`, that
-            without samples (`tensor[:0]`); or a function that gets it and returns what takes its place. A rank that
-            never had a batch takes another's. Nothing is mirrored, nor handed over: every rank makes every call.
-        monitor: What measures each loop over `batches` and what uneven inputs cost there: see `JoinMonitor`.
+        audit: In which loops to compare the ranks' states: `"tail"`, loops that a rank ends early; `True`, all loops.
+        hand_over_ignored: Whether to hand over parameters that DDP ignores; `None`: those with the same bytes on all
+            ranks.
+        hand_over_buffers: Whether to hand over FSDP's buffers, and those that DDP does not broadcast; `None`: those of
+            modules whose buffers had the same bytes on all ranks after each had trained.
+        backward_collectives: Whether backwards may run collectives although no autograd function ran one in the
+            forward; if one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
+        rebalance: Whether ranks that have run out of batches receive batches of other ranks, so that all train until
+            the end. Loops must be over `batches`, and all ranks must leave them at the same step.
+        placeholder: What a finished rank runs the remaining steps on itself, for models that live on several ranks
+            (experts, pipelines); the loss of such a step counts zero. `"last"`: its last batch; `"rows"`: that batch
+            without samples (`tensor[:0]`); a function: what it returns for that batch. A rank that never had a batch
+            uses another rank's. Nothing is mirrored or handed over: every rank makes every call.
+        monitor: Measures each loop over `batches`, and the cost of uneven inputs there: see `JoinMonitor`.
         **hooks: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
 
     Raises:
         JoinValueError: `joinables` is empty, or has different process groups. Or there is a monitor, and several ranks
-            that do not meet, by `enable=False`.
-        JoinTypeError: One of them is of a type that cannot take part; or there is no such argument, and no hook that
-            could take it.
+            that do not meet because of `enable=False`.
+        JoinTypeError: A joinable is of a type that cannot take part; or an argument is unknown, and no hook takes it.
         EarlyTerminationError: See `throw_on_early_termination`.
     """
 
@@ -120,7 +120,7 @@ class Join(TorchJoin):
         finally:
             self._driver.leave()
 
-    # A DataLoader's own iterator is one of `Any`.
+    # A DataLoader's own iterator yields `Any`.
     @overload
     def batches(
         self, loader: DataLoader[T], *, name: str = "", placeholder: Placeholder | None = None
@@ -132,22 +132,22 @@ class Join(TorchJoin):
     def batches(self, loader: Iterable[T], *, name: str = "", placeholder: Placeholder | None = None) -> Iterable[T]:
         """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
 
-        A length that is certain (of a list, of a `DataLoader` with a sampler of torch's) is exchanged once, and
-        a step then costs nothing. Elsewhere the ranks meet at each batch.
+        A certain length (of a list, or of a `DataLoader` with a torch sampler) is exchanged once, and
+        steps then cost nothing. Otherwise the ranks meet at each batch.
 
         Args:
-            loader: This rank's batches, which may be none.
-            name: Which loop this is, where an epoch has several: `state_dict` has a place for each name.
-            placeholder: What finished ranks run the steps of this loop on: see `Join`, whose own it takes the place of.
+            loader: This rank's batches; there may be none.
+            name: The loop's name, if an epoch has several loops: `state_dict` has a place for each name.
+            placeholder: What finished ranks run the steps of this loop on, in place of the placeholder of `Join`.
 
         Returns:
-            This rank's batches, to loop over once; with a placeholder, as many as the longest rank has. It is no
-            iterator: a progress bar that holds it does not keep a loop open that has been left by `break`.
+            This rank's batches, to loop over once; with a placeholder, as many as the longest rank has. It is not an
+            iterator: a progress bar that holds it does not keep a loop open that you left by `break`.
         """
         return self._driver.batches(loader, name, placeholder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have trained on: where the loop under way, or the last one, goes on in another job.
+        """Return what all ranks have trained on, so that another job can resume the current or last loop.
 
         ```python
         for batch in join.batches(loader):
@@ -158,36 +158,36 @@ class Join(TorchJoin):
                     torch.save({"model": ddp.module.state_dict(), "join": position}, path)
         ```
 
-        All ranks that have a batch call it at the same step, and wait for each other; those that have run out add
-        their part without a call. The batch in hand counts as trained on. After the loop, the next one begins anew;
-        after a `break`, this one goes on. Where an epoch has several loops, give each a name.
+        All ranks that have a batch call it at the same step, and wait for each other; finished ranks add their part
+        without a call. The current batch counts as trained on. Resumed from a state after the loop, the next loop
+        starts anew; after a `break`, this loop continues. If an epoch has several loops, give each a name.
 
         Returns:
-            The same on all of them: numbers, texts, tensors, and the states of loaders that have a `state_dict`.
+            The same state on all ranks: numbers, texts, tensors, and the states of loaders that have a `state_dict`.
 
         Raises:
-            JoinError: Some ranks did not call it, or at another step.
+            JoinError: Some ranks did not call it, or called it at another step.
             JoinTypeError: A loader's state cannot be pickled.
-            UnsupportedError: The order is drawn by the clock, so that nobody can have it again.
+            UnsupportedError: The order is seeded by the clock, so that it cannot be reproduced.
         """
         return self._driver.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next loop over `batches` go on where `state_dict` was called; all ranks call this.
+        """Resume the next loop over `batches` where `state_dict` was called; all ranks call this.
 
-        With several names it is the next one of that name. Loops of other names are empty until then, since they were
-        over in that epoch. Later each begins anew, in the order that it would have had.
+        With several names, the next loop of the saved name resumes. Loops of other names are empty until then, since
+        they were over in the saved epoch. Later loops start anew, in the order that they would have had.
 
-        A loader with a `load_state_dict` gets its state back. Another one must yield the batches that it has yielded
-        then: as many are skipped as were trained on, without reading them where they come from a sampler. The
-        generators that draw an order are set for that, as are the epochs of samplers with a `set_epoch`.
+        A loader with a `load_state_dict` gets its state back. Any other loader must yield the same batches again: those
+        that were trained on are skipped, without being read if they come from a sampler. For that, the generators that
+        draw an order are set, and so are the epochs of samplers with a `set_epoch`.
 
         Args:
-            state: What `state_dict` has returned.
+            state: The return value of `state_dict`.
 
         Raises:
-            JoinValueError: It was written in the middle of a loop by another number of ranks. Or, as the loop begins:
-                over another loader, or not all ranks have loaded it.
+            JoinValueError: Another number of ranks wrote it in the middle of a loop. Or, as the loop starts: it is over
+                another loader, or not all ranks have loaded the state.
             JoinError: A loop is under way.
         """
         self._driver.load_state_dict(state)
@@ -208,33 +208,33 @@ class Join(TorchJoin):
                 break
         ```
 
-        In a loop all ranks that have a batch call it at the same step; those that have run out add their part without a
-        call. Behind that loop it says, without a meeting, what was found in it. Where no loop's body calls it, all
-        ranks call it between loops, and meet.
+        In a loop, all ranks that have a batch call it at the same step; finished ranks take part without a call. After
+        the loop it returns the loop's answer again, without communication. If no loop calls it, all ranks call it
+        between loops, and meet.
 
-        The call itself is the meeting, and takes a round trip: where lengths are certain, an epoch has no other one
-        that could tell, and what does not call it costs nothing. If that is too much, call it every few steps. Once it
-        has been `True` it stays so.
+        The call itself is the meeting, and takes a round trip: with certain lengths, an epoch has no other meeting that
+        could share the answer, and loops that do not call it pay nothing. If that is too much, call it every few steps.
+        Once it has returned `True`, it always does.
 
-        From the first call until the end of the `with` these signals no longer end the process, on any rank. Before
-        that, and where the main thread is another one, they do what they did. Handlers of your own are called too.
+        From the first call until the end of the `with`, these signals no longer end the process, on any rank. Before
+        that, and when called outside the main thread, they keep their effect. Your own handlers are called too.
 
         Raises:
             JoinError: The loop is a plain `for`. Or ranks wait for each other, since some do not call it.
-            JoinValueError: Ranks do not meet, by `enable=False`.
+            JoinValueError: Ranks do not meet, because of `enable=False`.
         """
         return self._driver.stop_requested()
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of each active rank, for a loss over all of them; all active ranks call it in a step.
+        """Gather a tensor from each active rank, for a loss over all of them; all active ranks call it in a step.
 
         Args:
-            tensor: This rank's, of the same shape and type on each.
-            sync_grads: Whether gradients flow through it: to each rank those of all active ranks' losses, each of
-                which must then depend on what this returns.
+            tensor: This rank's tensor, of the same shape and type on each rank.
+            sync_grads: Whether gradients flow through it: each rank gets the gradients of all active ranks' losses,
+                each of which must then depend on the result.
 
         Returns:
-            The tensors, stacked, in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
+            The tensors, stacked in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
         """
         active, members = self._driver.find_active(), self._driver.members
         if (placeholders := self._driver.placeholders) is not None:
@@ -242,13 +242,13 @@ class Join(TorchJoin):
         return gather_active(tensor, active, members.group if members.world_size > 1 else None, sync_grads)
 
     def weigh(self, value: Tensor) -> Tensor:
-        """Return a value times what this rank's loss counts in a step, in a loop with a placeholder.
+        """Return a value times the weight of this rank's loss in a step, in a loop with a placeholder.
 
-        For what ranks decide by together: the sum of all ranks' is the weighted mean loss, times the number of ranks.
-        It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
+        For decisions that ranks make together: the sum over all ranks is the weighted mean loss, times the number of
+        ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
 
         Args:
-            value: Of any shape, without a backward: a loss that is detached, or `grad_outputs` of `autograd.grad`.
+            value: Of any shape, without a backward: a detached loss, or `grad_outputs` of `autograd.grad`.
 
         Raises:
             JoinError: It has a backward; or the loop has no placeholder.
@@ -256,7 +256,7 @@ class Join(TorchJoin):
         return self._driver.weigh(value)
 
     def gather(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
-        """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
+        """Return all ranks' results for their samples, in order; all ranks call it, after a loop.
 
         ```python
         rows, indices = [], []
@@ -266,24 +266,24 @@ class Join(TorchJoin):
         everything = join.gather(rows, indices)
         ```
 
-        With indices rows are in their order, and of each index there is one: the first, by rank. (A sampler that pads,
-        such as torch's `DistributedSampler`, gives some samples to two ranks.) So they must be those of one dataset
-        that all ranks have. Without indices rows are in the order of the ranks, and on each in that of its batches.
+        With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row.
+        (A sampler that pads, such as torch's `DistributedSampler`, gives some samples to two ranks.) So the indices
+        must be those of one dataset that all ranks have. Without indices, rows are in order of ranks, then batches.
 
         Args:
-            rows: A list of this rank's structures, one for each batch; or one structure. That is a tensor with a row
-                for each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or an
-                empty list, on a rank without a batch.
-            indices: The samples' indices: a sequence or a tensor for each structure; one, where `rows` is one.
-            rank: The rank that gets them; by default all do.
+            rows: A list of this rank's structures, one for each batch; or one structure. A structure is a tensor with a
+                row for each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or
+                an empty list, on a rank without a batch.
+            indices: The samples' indices: a sequence or a tensor for each structure; just one if `rows` is one.
+            rank: The rank that gets the result; by default all do.
 
         Returns:
-            One structure, of all samples: tensors joined along their first dimension, lists end to end; mappings as
-            dictionaries. `None` on other ranks than `rank`, and where no rank has a batch.
+            One structure of all samples: tensors joined along their first dimension, lists end to end; mappings as
+            dictionaries. `None` on ranks other than `rank`, and if no rank has a batch.
 
         Raises:
-            JoinValueError: On all ranks, if the rows of one cannot be joined; the message names the rank and the part.
-            JoinError: Some rank has run out of batches, and others have not.
+            JoinValueError: On all ranks, if some rank's rows cannot be joined; the message has the rank and the part.
+            JoinError: Some ranks have run out of batches, and others have not.
         """
         self._driver.check_together("join.gather")
         if indices is None:
@@ -312,17 +312,17 @@ class Join(TorchJoin):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this one trains on at the current step: with `rebalance`, perhaps another."""
+        """The rank whose batch this rank trains on at the current step: with `rebalance`, perhaps another."""
         share = self._driver.share
         return None if share is None else share.owner
 
     @property
     def owner_batch_idx(self) -> int | None:
-        """The index of that batch among its owner's in this loop; `step` without `rebalance`."""
+        """The index of that batch among its owner's batches in this loop; `step` without `rebalance`."""
         share = self._driver.share
         return None if share is None else share.batch_idx
 
     @property
     def step(self) -> int:
-        """The current step, counted from the loop's begin, also where that was in another job."""
+        """The current step, counted from the start of the loop, even if that was in another job."""
         return self._driver.step_number

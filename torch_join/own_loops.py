@@ -1,4 +1,4 @@
-"""A loop over one loader that is a context of its own, so that no line of it need be indented anew."""
+"""A loop over one loader that opens and closes a context by itself, so that user code needs no `with`."""
 
 import atexit
 import os
@@ -31,21 +31,21 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class Loop(Generic[T]):
-    """A loop over `loader` in a context of its own.
+    """A loop over `loader`, with a context around it.
 
     Args:
-        owner: Whose context it is: an accelerator, a strategy. It has one such context at a time.
-        loader: What to loop over.
-        new_context: Returns the context, which gives its driver.
-        batches: Returns what to loop over, in that context.
-        distributed: Whether others may wait for this process to begin the loop, or to end it.
-        advice: What ends a loop that was left by `break`, for an error.
+        owner: The owner of the context: an accelerator, a strategy. It has one such context at a time.
+        loader: The loader.
+        new_context: Returns the context, which yields its driver.
+        batches: Returns the iterable to loop over in that context.
+        distributed: Whether other processes may wait for this one to start or to end the loop.
+        advice: How to end a loop that was left by `break`, for an error.
 
     Attributes:
-        context: That of the loop, as long as it is open.
-        driver: Of that context.
-        left: Whether it was left by `break`, so that its context is still open.
-        handled: What exception was being handled when it began.
+        context: The loop's context, while it is open.
+        driver: The driver of that context.
+        left: Whether the loop was left by `break`, so that its context is still open.
+        handled: The exception that was being handled when the loop started.
     """
 
     owner: Hashable
@@ -73,7 +73,7 @@ class Loop(Generic[T]):
         return self._go_through(ticket if self.distributed else None)
 
     def _go_through_unasked(self, world: Callable[[], object]) -> Iterator[T]:
-        """Go through a loop that others are in, and that here nobody has asked for a batch: a rank may have none."""
+        """Run a loop that other ranks are in, but that this rank's code never asked for a batch: it may have none."""
         if world() is dist.group.WORLD:
             with self.new_context() as driver:
                 driver.asks = False
@@ -92,7 +92,7 @@ class Loop(Generic[T]):
         try:
             yield from self.batches(driver, self.loader)
         except GeneratorExit:
-            # To wait for others, as the context's end does, or to raise, is not for a generator that is being closed.
+            # A generator that is being closed must not wait for other ranks, as the end of the context does, nor raise.
             self.left = True
             raise
         except BaseException as error:
@@ -104,7 +104,7 @@ class Loop(Generic[T]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the context, by `error` if there is one."""
+        """End the context, with `error` if there is one."""
         context, self.context = self.context, None
         if context is None:
             return
@@ -122,44 +122,44 @@ class Loop(Generic[T]):
 
     @property
     def has_next(self) -> bool:
-        """Whether there is a batch that was not asked for; the next one is read for this."""
+        """Whether there is a batch that was not asked for yet; this reads it."""
         reader = None if self.driver is None else self.driver.reader
         return reader is not None and reader.has_next()
 
 
-# By owner, those that have an iterator that has not been asked for a batch yet.
+# By owner, loops with an iterator that has not been asked for a batch yet.
 _unbegun: WeakKeyDictionary[Any, Unbegun] = WeakKeyDictionary()
-# The loops whose context is open. Until it ends, Accelerate's functions are replaced by ones that hold it.
+# The loops with an open context. Until it ends, it is held by the functions that replace Accelerate's.
 _loops: dict[Hashable, Loop[Any]] = {}
 
 
 def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bool:
-    """End the context of a loop that was left, before this process does anything else with others.
+    """End the context of a loop that was left, before this process communicates with others again.
 
     Args:
-        owner: Whose loop it may be.
-        also_held: Whether a loop by `iter` and `next` counts as left that has no batch any more.
-        at_end: Whether any does whose iterator is held in a variable: training has ended.
+        owner: The loop's owner.
+        also_held: Whether a loop by `iter` and `next` that has no more batches counts as left.
+        at_end: Whether any loop whose iterator a variable holds counts as left: training has ended.
 
     Returns:
-        Whether there was one.
+        Whether there was such a loop.
     """
     loop, error = _loops.get(owner), sys.exc_info()[1]
     found = loop is not None and (loop.left or at_end or (also_held and not loop.has_next))
     if loop is not None and found:
-        # At the end, in a `finally`, the others hear best what it was; elsewhere an error that is handled is none.
+        # At the end, in a `finally`, other ranks need the error; elsewhere, an error that is being handled is none.
         loop.leave(error if at_end and error is not loop.handled else None)
     if at_end and error is None and owner in _unbegun:
         _unbegun[owner].begin_all()
     return found
 
 
-# By owner, what refuses backwards of steps whose loop has ended before them, until the next one begins.
+# By owner, the hooks that refuse backwards after the end of their step's loop, until the next loop starts.
 _refusals: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
 
 
 def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> None:
-    """Have a backward of these models raise: the context, which would have noticed it, has ended with the loop."""
+    """Make a backward of these models raise: the context that would have noticed it has ended with the loop."""
 
     def refuse(_: Tensor) -> NoReturn:
         raise read_ahead(rank)
@@ -173,22 +173,22 @@ def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> No
         hooks.callback(model.register_forward_hook(after_forward).remove)
 
 
-_PATIENCE = timedelta(seconds=10)  # at the end of training, where others may have long work of their own left
-# Those whose last loop may have been uneven, so that a rank may not know that there is no other; of which world.
+_PATIENCE = timedelta(seconds=10)  # at the end of training, when other ranks may still have long work to do
+# Owners whose last loop may have been uneven, so that a rank may expect another loop; with their world.
 _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
 def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
-    """Put around the begin of a context: training goes on.
+    """Put around the start of a context: training continues.
 
     Args:
-        owner: Whose context it is.
-        driver: Of a context that is around one loop alone, on all ranks.
+        owner: The owner of the context.
+        driver: The driver, if the context contains just one loop, on all ranks.
     """
     may_have_ended = _ending.pop(owner, None) is not None
     if driver is not None:
-        # All ranks know alike whether one of them may have ended its training, which says so as a context begins.
+        # All ranks know whether one of them may have ended its training, which it reports at the start of a context.
         driver.is_one_loop, driver.begins_with_loop = True, not may_have_ended
     _refusals.pop(owner, ExitStack()).close()
     try:
@@ -201,7 +201,7 @@ def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
 
 
 def may_end(owner: Hashable, driver: LoopDriver) -> None:
-    """Note, where a context has ended, that some ranks may go on to the next one, and others to the end."""
+    """Note, at the end of a context, that some ranks may start another one while others end training."""
     world = dist.group.WORLD
     if world is not None and driver.members.group is world and not driver.was_even:
         _ending[owner] = ref(world)
@@ -209,17 +209,17 @@ def may_end(owner: Hashable, driver: LoopDriver) -> None:
 
 
 def end(owner: Hashable) -> None:
-    """End training, where the ranks meet in the place of a next `with`.
+    """End training; the ranks meet here instead of in another `with`.
 
-    A rank that has run out of batches is not told of a stop that the others decide on in the loop's body. Where they
-    end their training, it begins the next loop, and would find them gone. Nobody fails by a rank whose process has
-    ended, or that does not come in time: it may have work of its own left.
+    A rank that has run out of batches does not learn that others decide in the loop's body to stop. If they end
+    training, it starts the next loop, and would find them gone. A rank whose process has ended, or that does not come
+    in time, is not an error here: it may have other work to do.
 
     Raises:
-        JoinError: On all ranks, if one of them begins another loop: it was not told.
+        JoinError: On all ranks, if one of them starts another loop because it did not learn of the stop.
     """
     world = _ending.pop(owner, None)
-    # In a `finally` this rank fails already.
+    # In a `finally`, this rank already fails.
     if world is None or dist.group.WORLD is None or world() is not dist.group.WORLD or sys.exc_info()[1] is not None:
         return
     channel = open_channel(world(), _PATIENCE)
@@ -238,7 +238,7 @@ def end(owner: Hashable) -> None:
 
 
 def to_the_end(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Return what `function` does: all that a process does that ends without `atexit`, as those of a pool do."""
+    """Run `function` as all of a process that ends without `atexit`, as those of a pool do; return its result."""
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
@@ -260,17 +260,17 @@ def _at_exit() -> None:
     problems = _end_open_loops(error)
     for problem in problems:
         traceback.print_exception(problem)
-    if problems and error is None:  # the interpreter would end well
+    if problems and error is None:  # else the interpreter would exit with status 0
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
 def _end_open_loops(error: BaseException | None) -> list[BaseException]:
-    """Finish loops that were left, as the process ends; tell others that may wait for it if it ends by an error.
+    """Finish loops that were left, as the process ends; if it ends with an error, tell ranks that may wait for it.
 
     Returns:
-        What was raised, but for `error` itself.
+        The errors raised, except `error` itself.
     """
     problems: list[BaseException] = []
 
@@ -282,7 +282,7 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
                 problems.append(found)
 
     for loop in list(_loops.values()):
-        if error is None and loop.driver is not None:  # where others go on, whose steps this rank would have to follow
+        if error is None and loop.driver is not None:  # if others continue, this rank would have to follow their steps
             loop.driver.tail.refusal = JoinError(
                 "The process left a loop that others continued, and ended. What it did after the loop used outdated"
                 f" parameters. Call {loop.advice}, or anything else that processes do together, after the loop."

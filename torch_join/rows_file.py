@@ -1,11 +1,11 @@
 """Rows of all ranks in one file, in order, written and read in bounded memory.
 
-While they are computed each rank appends its rows to a file of its own, beside the one that is to be. At the end rank 0
-goes through these and writes all rows in their order. So all ranks need one file system.
+While they are computed, each rank appends its rows to its own file, beside the final one. At the end rank 0 reads these
+files and writes all rows in order. So all ranks need one file system.
 
-A file has: a line that names the format; the rows; for rows of different sizes a table of where each begins; a pickled
-list of `_Section`, one for each dataset; the position of that list. A row is the bytes of its tensors, one after the
-other, and then, where the structure has lists, one pickle of the row's objects.
+The final file has: a line with the format's name; the rows; for rows of different sizes, a table of where each one
+starts; a pickled list of `_Section`, one for each dataset; the position of that list. A row is the bytes of its
+tensors, one after the other, and then, if the structure has lists, one pickle of the row's objects.
 """
 
 import os
@@ -31,7 +31,7 @@ from torch_join.gather_in_order import place_rows
 
 _MAGIC = b"torch_join rows, version 1\n"
 _END = struct.Struct("<q")
-_AT_ONCE = 1 << 26  # bytes that rank 0 copies before it tells the others that it is there
+_AT_ONCE = 1 << 26  # bytes that rank 0 copies before it reports to the other ranks
 _READ_AT_ONCE = 1 << 24
 _ROWS_AT_ONCE = 1 << 16
 _BUFFER = 1 << 20
@@ -42,12 +42,12 @@ class _Section:
     """The rows of one dataset.
 
     Attributes:
-        tree: What they hold; `None` if there are none.
-        count: How many there are.
-        begin: Where the first one begins.
-        size: How many bytes all have.
-        row_bytes: How many bytes each has; `None` where they differ.
-        table: Where the table of their begins, and of the last one's end, is.
+        tree: Their structure; `None` if there are no rows.
+        count: The number of rows.
+        begin: The position of the first row.
+        size: The size of all rows in bytes.
+        row_bytes: The size of each row in bytes; `None` if sizes differ.
+        table: The position of the table of the rows' starts, and of the last row's end.
     """
 
     tree: Any = None
@@ -60,14 +60,14 @@ class _Section:
 
 @dataclass
 class _Written:
-    """What a rank has written of one dataset.
+    """The rows of one dataset that a rank has written.
 
     Attributes:
-        tree: What its rows hold.
-        begins: Where each begins in the rank's file.
-        ends: Where each ends.
-        indices: Their samples' indices.
-        has_indices: Whether all are known.
+        tree: Their structure.
+        begins: Where each row starts in the rank's file.
+        ends: Where each row ends.
+        indices: The indices of the samples.
+        has_indices: Whether all indices are known.
     """
 
     tree: Any = None
@@ -78,18 +78,18 @@ class _Written:
 
 
 class RowsPart:
-    """What one rank writes.
+    """The part that one rank writes.
 
     Args:
-        path: Where all rows are to be in the end.
+        path: The path of the final file.
         rank: This rank.
-        datasets: How many datasets there are.
-        what: How errors call a structure.
+        datasets: The number of datasets.
+        what: The name of a structure in errors.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, datasets: int, what: str = "rows") -> None:
         self._path, self._rank, self._what = Path(path), rank, what
-        self._name = uuid.uuid4().hex  # so that rank 0 takes no other's, or an older one's, for this
+        self._name = uuid.uuid4().hex  # so that rank 0 does not mistake another or an older file for this one
         self._written = [_Written() for _ in range(datasets)]
         self._own_path = _path_of(self._path, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,12 @@ class RowsPart:
         """Append the rows of a batch.
 
         Args:
-            dataset: The number of the dataset that they are of.
+            dataset: The number of its dataset.
             structure: See `gather_in_order`; on the CPU.
-            indices: The samples' indices, if they are known.
+            indices: The indices of the samples, if known.
 
         Raises:
-            JoinError: Something in it has no row for each sample, or is other than in the batch before.
+            JoinError: A part of the structure has no row for each sample, or differs from the batch before.
         """
         rows, written = split(structure, self._what, None if indices is None else len(indices)), self._written[dataset]
         if written.tree is None:
@@ -129,7 +129,7 @@ class RowsPart:
             group: The process group, by default the whole world.
 
         Raises:
-            JoinError: On all ranks, if it cannot be written.
+            JoinError: On all ranks, if the file cannot be written.
         """
         try:
             everyone = _objects.gather((self._close(), self._name), "What a rank has written", group)
@@ -137,7 +137,7 @@ class RowsPart:
                 if error:
                     raise JoinError(f"Rank {rank} could not write its {self._what} to {self._path}: {error}")
             steps = _merge(self._path, [name for _, name in everyone], by_rank)
-            while True:  # so that nobody waits for long without hearing of rank 0
+            while True:  # so that no rank waits for long without a report from rank 0
                 state = _objects.gather("" if self._rank else _advance(steps), "An error", group)[0]
                 if state is None:
                     break
@@ -147,17 +147,17 @@ class RowsPart:
             self.abandon()
 
     def _close(self) -> str:
-        """End this rank's file; return what has gone wrong."""
+        """End this rank's file; return the error, if any."""
         try:
             self._file.write(pickle.dumps((self._name, self._written)))
             self._file.write(_END.pack(self._at))
             self._file.close()
-        except Exception as error:  # the others wait
+        except Exception as error:  # the other ranks wait, so they get it too
             return repr(error)
         return ""
 
     def abandon(self) -> None:
-        """Remove what this rank has written besides the one file; doing it again does nothing."""
+        """Remove this rank's own file; doing it again does nothing."""
         self._file.close()
         self._own_path.unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ def _path_of(path: Path, rank: int) -> Path:
 
 
 def _encode(rows: Rows) -> Iterator[tuple[bytes, Sequence[int]]]:
-    """Yield bytes, and how many of them each row has."""
+    """Yield bytes, and how many of them belong to each row."""
     tensors, lists = _kinds(rows.tree)
     parts = [raw_bytes(rows.values[leaf.path]).view(rows.count, leaf.row_bytes) for leaf in tensors]
     data = copied_bytes(torch.cat(parts, dim=1)) if parts else b""
@@ -194,7 +194,7 @@ def _decode(tree: Any, data: Sequence[bytes]) -> Any:
     values: dict[str, Any] = {}
     for leaf, part in zip(tensors, columns, strict=True):
         assert leaf.dtype is not None
-        own = part.clone(memory_format=torch.contiguous_format)  # in memory of its own it begins where its dtype may
+        own = part.clone(memory_format=torch.contiguous_format)  # new memory, so that it is aligned for its dtype
         values[leaf.path] = own.flatten().view(leaf.dtype).view(count, *leaf.shape)
     objects = [pickle.loads(row[width:]) for row in data] if lists else []
     values |= {leaf.path: [row[place] for row in objects] for place, leaf in enumerate(lists)}
@@ -210,7 +210,7 @@ def _kinds(tree: Any) -> tuple[list[Leaf], list[Leaf]]:
 
 
 def _advance(steps: Iterator[None]) -> str | None:
-    """Go on writing; return `None` at the end, or what has gone wrong."""
+    """Continue to write; return `None` at the end, or the error."""
     try:
         next(steps)
     except StopIteration:
@@ -284,7 +284,7 @@ def _write_section(
 
 
 def _in_order(places: Sequence[Tensor], count: int, written: Sequence[_Written]) -> Iterator[tuple[int, int, int]]:
-    """Yield, in order, in which rank's file each row is, and from where to where."""
+    """Yield, in order, the rank whose file has each row, and the row's start and end in it."""
     source = torch.empty((count, 3), dtype=torch.int64, device="cpu")
     for rank, (at, of_rank) in enumerate(zip(places, written, strict=True)):
         kept = at >= 0
@@ -311,14 +311,14 @@ def _read_end(file: BinaryIO) -> Any:
 
 
 class FileRows(Sequence[Any]):
-    """The rows of one dataset in a file, in order; each is read where it is asked for.
+    """The rows of one dataset in a file, in order; each is read when it is accessed.
 
-    `rows[i]` is a sample's: its row of each tensor, and its object of each list. `rows[i:j]` is a structure like a
-    batch's, and `rows[:]` that of all samples, or `None` if there are none. A loop goes through the samples.
+    `rows[i]` belongs to one sample: its row of each tensor, and its object of each list. `rows[i:j]` is a structure
+    like a batch's, and `rows[:]` that of all samples, or `None` if there are none. Iterating yields the samples.
 
     Args:
-        path: Of the file.
-        section: Which rows.
+        path: The path of the file.
+        section: The section with the rows.
     """
 
     def __init__(self, path: Path, section: Any) -> None:
@@ -366,7 +366,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[FileRows]:
     """Return the rows of each dataset in a file.
 
     Raises:
-        JoinValueError: It is no such file.
+        JoinValueError: The file has another format.
     """
     with open(path, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:

@@ -1,4 +1,4 @@
-"""Who is active at which step, and what happens from the first rank that joins to the last.
+"""Which ranks are active at each step, and the tail: from the first rank that joins to the last.
 
 Begin with: `loop.py`, then `tail_log.py`.
 """

@@ -1,4 +1,4 @@
-"""Whether the active ranks do the same things in the tail, in the same order."""
+"""Checks that the active ranks do the same things in the tail, in the same order."""
 
 from collections import deque
 from typing import Any
@@ -10,22 +10,21 @@ from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
 from torch_join._tail.records import Announcement
 
-# Of these the payload too.
+# The payloads of these kinds are compared as well.
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard", "module", "gradient")
 _WORD = tuple[int, int, str]
-_EVERY = 8  # steps; but each of the first ones, where a mistake of the program shows
+_EVERY = 8  # steps; the first ones are all checked, since that is where a mistake in the program shows
 
 
 class Agreement:
-    """One active rank's announcements of a tail, as a number that all active ranks must have in common.
+    """A checksum of one active rank's announcements in a tail, which must be equal on all active ranks.
 
-    Joined ranks follow the lowest active rank alone. What another one does differently would be
-    paired with something else by the backend, which hangs, or goes wrong in silence. So in each of a tail's
-    first steps, and in every eighth after these, the active ranks add up their checksums, and the lowest one looks at
-    the sum.
+    Joined ranks follow the lowest active rank only. If another active rank did something else, the backend would pair
+    the wrong collectives: a hang, or silently wrong numbers. So in the first steps of a tail, and in every eighth step
+    after these, the active ranks sum their checksums and the lowest one checks the sum.
 
-    Where one leaves, all compare what they have announced so far with the lowest rank's word, before anything else:
-    they would look for each other's words, or the log's next record, in different places.
+    When a rank leaves, all active ranks first compare their announcements so far with the lowest rank's. Otherwise they
+    would look for each other's checksums, or for the log's next record, under different keys.
 
     Args:
         channel: The channel between the ranks.
@@ -36,25 +35,26 @@ class Agreement:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a tail."""
-        # A checksum, how many, and the last one: its kind, and its payload if that is compared. Other threads read it.
+        """Start a tail."""
+        # Checksum, count, and the last announcement: its kind, and its payload if that is compared. Other threads read
+        # it.
         self._noted: tuple[int, int, str, Any] = 0, 0, "", None
         self._active: tuple[int, ...] = ()
-        self._due: deque[tuple[str, int]] = deque()  # what is to be compared, as the lowest active rank
+        self._due: deque[tuple[str, int]] = deque()  # the comparisons to make, on the lowest active rank
         self._tail = f"said/{self._channel.records}"
 
     @property
     def word(self) -> tuple[int, int, str]:
-        """What all active ranks must have in common: a checksum, the number of announcements, the last."""
+        """The checksum, the number of announcements and the last one: equal on all active ranks."""
         checksum, count, kind, compared = self._noted
         return checksum, count, kind if compared is None else f"{kind} {compared}"
 
     def note(self, said: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
-        """Add an announcement; return it as the rank that `leads` sends it."""
+        """Add an announcement; return it encoded for sending, with its whole payload if this rank `leads`."""
         index, kind, payload = said
-        # Other payloads hold what only the first rank needs to know, or may know.
+        # Other payloads hold details that only the lowest rank needs, or may have.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
-        if kind == "forward" and in_window:  # a first one syncs, in its way, in a window of one batch only
+        if kind == "forward" and in_window:  # in a window, only a window of one batch syncs at its first forward
             compared = payload[0], *payload[3:]
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted
@@ -62,7 +62,7 @@ class Agreement:
         return encoded if compared is payload or not leads else _codec.encode(said)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
-        """Compare what was announced before the last step, at the begin of a new one; waits for nobody.
+        """Compare, at the start of a step, the announcements before the last step; does not wait for other ranks.
 
         Raises:
             JoinError: The active ranks have announced different things.
@@ -80,19 +80,19 @@ class Agreement:
         self._channel.contribute(key, self._noted[0], active)
         if rank != active[0]:
             return
-        # The others may be behind, where a step has no sync: what they have not said yet is due later.
+        # Other ranks may be behind, where a step has no sync: checksums that they have not sent yet are checked later.
         while self._due and (total := self._channel.contributed(self._due[0][0], active)) is not None:
             if total != len(active) * self._due.popleft()[1]:
                 raise self._disagreement()
         self._due.append((key, self._noted[0]))
 
     def note_change(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """Compare what all have announced up to the last step of those who leave; every active rank calls this.
+        """Compare all announcements up to the last step of the ranks that leave; every active rank calls this.
 
         Args:
             rank: This rank.
             before: The active ranks in that step.
-            after: Those in the next one; if there are none, all compare.
+            after: The active ranks in the next step; if there are none, all ranks compare.
 
         Raises:
             JoinError: This rank and the lowest active one have announced different things.
@@ -115,15 +115,15 @@ class Agreement:
 
 
 def explain(statuses: dict[int, Any]) -> JoinError | None:
-    """Say what a broken collective comes from, as far as the ranks' own words tell.
+    """Return the error that explains a failed collective, if the ranks' statuses show the cause.
 
     Args:
-        statuses: By name, of the ranks that have answered, each a `Status`, or `None`.
+        statuses: By rank name, the `Status` of each rank that answered, or `None`.
     """
     models = {rank: status.models for rank, status in statuses.items() if status}
     for mine in models.values():
         for theirs in models.values():
-            # Not a matter of who is ahead: with no more forwards, more was synced.
+            # This does not depend on which rank is ahead: one has synced more with no more forwards.
             if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
                 synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                 return JoinError(explain_counts(synced))
@@ -144,7 +144,7 @@ def _places(words: dict[int, tuple[int, int, str]]) -> str:
 
 
 def explain_counts(synced: dict[int, list[int]]) -> str:
-    """Say that ranks sync at different steps, given their synced backwards by model."""
+    """Return the text of an error: ranks sync at different steps; given each rank's synced backwards by model."""
     counts = ", ".join(f"rank {rank}: {' and '.join(map(str, by_model))}" for rank, by_model in sorted(synced.items()))
     return (
         f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is to sync on a"

@@ -1,4 +1,4 @@
-"""The driver of a `Join` with `enable=False`: each rank goes through its own batches, and none meets another."""
+"""The driver of a `Join` with `enable=False`: each rank loops over its own batches without the other ranks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class AloneDriver(LoopDriver):
-    """A `LoopDriver` of which nothing is asked of other ranks.
+    """A `LoopDriver` that never communicates with other ranks.
 
     Raises:
-        JoinValueError: There is a monitor, and other ranks.
+        JoinValueError: There is a monitor, and more than one rank.
     """
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
@@ -46,7 +46,7 @@ class AloneDriver(LoopDriver):
     def finish(self, error: BaseException | None) -> None:
         if self.loop is None or self.loop.driver is None:
             return
-        # A context in a generator ends by a `GeneratorExit`, after a `break`.
+        # A context in a generator ends with a `GeneratorExit` after a `break`.
         if error is None or isinstance(error, GeneratorExit):
             self.loop.measure()
         else:
@@ -100,7 +100,7 @@ class AloneDriver(LoopDriver):
         except GeneratorExit:
             reader.leave()
             watch.leave()
-            if not is_left_on_purpose():  # by an error, which makes no epoch
+            if not is_left_on_purpose():  # an error ended it: this is no epoch to measure
                 loop.stopwatch = None
             raise
         finally:

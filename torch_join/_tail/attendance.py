@@ -1,4 +1,4 @@
-"""Who takes part in each step of a user's loops, and what follows from that on this rank."""
+"""Which ranks take part in each step of a loop, and what this rank does about it."""
 
 import threading
 from collections import defaultdict
@@ -29,31 +29,31 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Attendance(Driver):
-    """The half of a `LoopDriver` in which ranks meet, and participants ask where in a step they are.
+    """The half of a `LoopDriver` that meets other ranks, and tells participants where in a step they are.
 
     Args:
-        objects: Everything that was given to `Join`.
-        options: What the user has chosen.
+        objects: Everything passed to `Join`.
+        options: The user's options.
         group: The process group of the ranks that take part.
 
     Attributes:
-        given: Everything that was given to `Join`, in an order that is the same on all ranks.
-        members: Who is active.
-        tail: What happens where ranks join and where all have.
-        telling: Tells the other ranks what is raised inside it.
+        given: Everything passed to `Join`, in the same order on all ranks.
+        members: Which ranks are active.
+        tail: What to do when ranks join and when all have joined.
+        telling: Reports errors raised inside it to the other ranks.
         place: Where this rank's own code is.
         loop: The current loop over `batches`, or the last one.
-        loops: How many there have been.
-        step: Where the ranks find out who is active at the current step.
-        steps: What the optimizers have done in it.
-        step_number: The current step, counted from the loop's begin.
-        plain_steps: How many steps there were outside of `batches`.
-        own_taken: How many batches of its own this rank has had in loops with placeholders.
-        end_with_loop: Ends the `with`, where that is to end with its only loop: called when this rank, which has left
-            the loop by `break`, is about to do something with others.
+        loops: The number of loops so far.
+        step: Finds out which ranks are active at the current step.
+        steps: What the optimizers have done in the current step.
+        step_number: The current step, counted from the start of the loop.
+        plain_steps: The number of steps outside `batches`.
+        own_taken: How many of its own batches this rank has taken in loops with placeholders.
+        end_with_loop: Ends the `with`, if it is to end with its only loop. Called when this rank has left the loop by
+            `break` and is about to communicate with other ranks.
         framework: See `Remarks`.
-        remarks: What is said of the loop in the log.
-        log_epoch: Is given what a monitor says of a loop that has ended, and its last step's number, in all loops.
+        remarks: Writes log messages about the loop.
+        log_epoch: Called after every measured loop with the monitor's metrics and the number of the last step.
     """
 
     end_with_loop: Callable[[], None] | None = None
@@ -62,7 +62,7 @@ class Attendance(Driver):
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        weighs = options.placeholder is None  # else where backwards begin: see `WeighedLosses`
+        weighs = options.placeholder is None  # else losses are weighted where backwards start: see `WeighedLosses`
         self.members = Membership(group, options.weighting if weighs else "world", weighs and options.may_break)
         self.tail = Tail(objects, options)
         self.rebalancing = Rebalancing(self.members, options.rebalance)
@@ -70,11 +70,11 @@ class Attendance(Driver):
         self._backward_collectives = options.backward_collectives
         self.loop: BatchLoop | None = None
         self._clears: list[Clears] = []
-        self._steppers: dict[int, list[Clears]] = defaultdict(list)  # by model, those of optimizers that step it
+        self._steppers: dict[int, list[Clears]] = defaultdict(list)  # by model, the `Clears` of its optimizers
         self._renew_tail_log()
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
+        """Reset to the state before the first step."""
         if self.loop is not None and self.loop.placeholders is not None:
             self._weigh()
         self.members.reset()
@@ -89,10 +89,10 @@ class Attendance(Driver):
         self.steps = Steps(self.given)
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
-        self._uneven_loops: set[tuple[int, int]] = set()  # that have ended, and a model that had backwards in it
+        self._uneven_loops: set[tuple[int, int]] = set()  # ended uneven loops, each with a model that it trained
 
     def _weigh(self) -> None:
-        if self.options.placeholder is None:  # else where backwards begin: see `WeighedLosses`
+        if self.options.placeholder is None:  # else losses are weighted where backwards start: see `WeighedLosses`
             self.members.weigh(self.options.weighting, self.options.may_break)
 
     def _renew_tail_log(self) -> None:
@@ -108,7 +108,7 @@ class Attendance(Driver):
 
     @property
     def backward_collectives(self) -> bool:
-        """Whether backwards are announced piece by piece before anything shows that they must be."""
+        """Whether all backwards are announced piece by piece, even before anything shows the need for it."""
         return self._backward_collectives
 
     @backward_collectives.setter
@@ -130,7 +130,7 @@ class Attendance(Driver):
 
     @property
     def is_even(self) -> bool:
-        """Whether a step is as the one before, and leaves nothing to do to the next one."""
+        """Whether this step is like the one before it, and leaves no work for the next one."""
         members = self.members
         return (
             len(members.active) == len(members.before) == members.world_size
@@ -145,14 +145,14 @@ class Attendance(Driver):
         return self.loop is not None and self.step_number > self.loop.first
 
     def meet_without_input(self) -> None:
-        """Meet as a rank that has no batch; serve until all ranks have joined."""
+        """Meet as a rank that has no batch; serve the other ranks until all have joined."""
         if self.step.has_arrived:
             self.step.meet()
         self.step.meet_now(False)
         self.go_on()
 
     def meet(self) -> None:
-        """Finish a loop that was left, and wait until it is known who is active, if that was put off."""
+        """Finish a loop that this rank has left, and hold the meeting that was put off, if any."""
         if self.place is Place.LEFT:
             self.return_to_loop()
         self.step.meet()
@@ -164,10 +164,10 @@ class Attendance(Driver):
                 model.deferred = 0
 
     def go_on(self, asked: bool = True) -> bool:
-        """Do what follows from who is active: throw, serve, begin or end the tail. Return whether this rank is.
+        """Act on which ranks are active: throw, serve, start or end the tail. Return whether this rank is active.
 
         Args:
-            asked: Whether this rank's code asks for a batch; else it is in a step.
+            asked: Whether this rank's code is asking for a batch; if not, it is inside a step.
         """
         members, loop = self.members, self.loop
         joined, is_first = members.joined, len(members.before) == members.world_size
@@ -208,9 +208,9 @@ class Attendance(Driver):
 
     @property
     def _steps_elsewhere(self) -> bool:
-        """Whether batches are asked for in another thread than the one that takes the steps, which may be in one."""
+        """Whether another thread than the one that runs the steps asks for batches, so that a step may be running."""
         here = threading.get_ident()
-        # Before its first forward a rank's steps are taken where the `with` was entered; with no batch there are none.
+        # Before its first forward, a rank's steps run in the thread that entered the `with`.
         steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else here
         return self.loop is not None and self.in_loop and here != steps_in
 
@@ -226,7 +226,7 @@ class Attendance(Driver):
     # ------------------------------------------------------------ the end of a loop
 
     def return_to_loop(self) -> None:
-        """Finish a loop that this rank has left by `break`, before it does anything else with others."""
+        """Finish a loop that this rank has left by `break`, before it does anything else with other ranks."""
         loop = self.loop
         if self.place is not Place.LEFT or self.members.serves or loop is None:
             return
@@ -274,7 +274,7 @@ class Attendance(Driver):
 
     @property
     def clears(self) -> list[Clears]:
-        """The calls of the `zero_grad` of given optimizers (of one that wraps another, of that one's) and models."""
+        """Watches on `zero_grad` of the given optimizers (the innermost of wrapped ones) and models."""
         if not self._clears:
             found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
             models = [module for each in self.tail_log.models() for module in each.modules]
@@ -301,13 +301,13 @@ class Attendance(Driver):
         return self.loop.number if self.place is Place.LOOP and self.loop is not None else 0
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
-        """See `Driver`; a step begins here where the forward stands outside of `batches`."""
+        """See `Driver`; outside `batches`, a step starts here."""
         if not in_backward():
             self._steps_in = threading.get_ident()
         if self.place is not Place.LOOP:
             self.return_to_loop()
             if not _nesting.is_entered(self):
-                return True  # the `with` has ended in this
+                return True  # `return_to_loop` has ended the `with`
             if not self._is_read_elsewhere:
                 self._begin_plain_step(count() if self.members.count is not None else 0)
                 if self.members.count is not None:
@@ -316,19 +316,19 @@ class Attendance(Driver):
             self.loop.stepped = True
             self.loop.forwarded = self.loop.forwarded or self.place is Place.LOOP
             if self.place is Place.LOOP and self.loop.schedule.lengths is not None:
-                return True  # no meeting is put off
+                return True  # with certain lengths no meeting is put off
         self.step.arrive()
-        # As long as the tap listens, nothing that others take part in can come before the answer is asked for. Where
-        # all are certain to be active, only a `break` is yet to be heard of.
+        # While the tap listens, this rank finds out who is active before any collective, so the answer can wait.
+        # If all ranks are certain to be active, it only brings news of a `break`.
         late = self.tail_log.tap.installed and (self.in_loop or self.members.announces)
         late = late or (self.loop is not None and self.loop.schedule.presumes_all)
-        # Nobody foresees a `break`. What is compared where a rank leaves must be as it was before this forward.
+        # A `break` cannot be foreseen, and the comparison when a rank leaves needs the state before this forward.
         if waits or self._throws or not late or (self.options.may_break and not self.members.uneven):
             self.step.meet()
         return not self.step.has_arrived
 
     def before_notice(self, participant: Participant) -> None:
-        """See `Driver`; a step begins here if there is no model whose forward shows it, and this is the first part."""
+        """See `Driver`; without a model whose forward shows it, a step starts here at the first participant."""
         self.return_to_loop()
         if not _nesting.is_entered(self):
             return
@@ -359,14 +359,14 @@ class Attendance(Driver):
 
     @property
     def _is_read_elsewhere(self) -> bool:
-        """Whether the last loop was even, and another thread went through it: its steps may come after its end."""
+        """Whether another thread ran the last loop and it was even: its steps may come after its end."""
         if (loop := self.loop) is None or self.place is not Place.ENDED:
             return False
         return not loop.uneven and loop.thread != threading.get_ident()
 
     def before_collective(self, operation: str, ranks: Collection[int] | None = None, waits: bool = True) -> None:
-        """Come to a collective of this rank's own: see `Parting`."""
-        self.meet()  # whoever has met knows in which step it is
+        """Prepare for a collective of this rank's user code: see `Parting`."""
+        self.meet()  # after a meeting, a rank knows which step it is in
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self.telling:
                 self.tail_log.parting.before_collective(operation, waits)

@@ -1,4 +1,4 @@
-"""One loop over `batches`: how it is begun, gone through, left by `break`, finished and measured."""
+"""One loop over `batches`: start, steps, `break`, end and measurement."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,45 +24,45 @@ from torch_join._tail.reader import Reader
 from torch_join._tail.resuming import OVER, check_resumed
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # of a loop
-# How a rank begins it: by asking for a batch, or because its user has not, and it has none or has some.
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # what ranks exchange at the start
+# How a rank starts a loop: by asking for a batch; or its code never asked, with or without batches left.
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
 
 class Place(Enum):
-    """Where this rank's own code is, as far as its `Join` can know."""
+    """Where this rank's own code is, as far as its `Join` can tell."""
 
     OUTSIDE = "outside"  # in the `with`, before any loop
     LOOP = "loop"  # in a loop over `batches`
-    LEFT = "left"  # behind one that it has left by `break`, which the others do not know yet
-    FINISHING = "finishing"  # as before, and about to do something with others: it finishes that loop first
-    ENDED = "ended"  # behind one that has ended on all ranks
-    PLAIN = "plain"  # in, or behind, a loop without `batches`, where the ranks meet at a model's forward
+    LEFT = "left"  # after a loop that it left by `break`, which the other ranks do not know yet
+    FINISHING = "finishing"  # as LEFT, but about to communicate, so it finishes that loop first
+    ENDED = "ended"  # after a loop that has ended on all ranks
+    PLAIN = "plain"  # in, or after, a loop without `batches`, where the ranks meet at a model's forward
 
 
 class BatchLoop:
     """A loop over `batches`.
 
     Args:
-        driver: The `LoopDriver` that it is a loop of.
+        driver: The loop's `LoopDriver`.
         reader: Reads the batches.
-        asked: Whether it was asked for a batch; else this rank is elsewhere in its own code.
-        number: Of the loops of one `with`, from 1 on.
-        first: The step with which it begins: later than 0 where it is resumed, -1 or `OVER` else.
+        asked: Whether a batch was asked for; if not, this rank's code is elsewhere.
+        number: The loop's number in its `with`, from 1.
+        first: The step at which a resumed loop starts; -1 or `OVER` for other loops.
 
     Attributes:
-        first: The same, but never negative.
-        schedule: Says who is active at which step.
+        first: The first step, never negative.
+        schedule: Determines which ranks are active at each step.
         stepped: Whether the step's batch has been used.
-        forwarded: Whether it runs forwards of a model that was given.
+        forwarded: Whether the loop runs forwards of a given model.
         reads_ahead: Whether a second batch was asked for before any such forward.
-        uneven: Whether a rank has run out of batches before another.
-        trains: The parts of models that have had a backward in it, of this rank's own or followed.
-        thread: The thread that goes through it.
-        source: Reads this rank's own batches, where these are rebalanced.
-        is_over: Whether all ranks have left it, and this one has yet to end the `with` that is to end with it.
-        placeholders: Runs it, if finished ranks run placeholders in it.
-        stopwatch: Measures it, where the user has given a monitor.
+        uneven: Whether some rank has run out of batches before another.
+        trains: The indices of the models that had a backward in this loop, on this rank or followed by it.
+        thread: The thread that iterates.
+        source: Reads this rank's own batches, if batches are rebalanced.
+        is_over: Whether all ranks have left the loop, and this one has yet to end the `with` that ends with it.
+        placeholders: Runs the loop, if finished ranks run placeholders in it.
+        stopwatch: Measures the loop, if the user passed a monitor.
     """
 
     def __init__(self, driver: Any, reader: Reader[Any], asked: bool, number: int, first: int) -> None:
@@ -82,20 +82,20 @@ class BatchLoop:
 
     @property
     def is_current(self) -> bool:
-        """Whether this rank is in it."""
+        """Whether this rank is in this loop."""
         driver = self.driver
         return driver is not None and driver.place is Place.LOOP and driver.loop is self
 
     def drop(self) -> None:
-        """Leave nothing in force, though an error may hold the loop's iterator, and no reference cycle."""
+        """Undo everything that is in force, and break reference cycles: an error may hold the loop's iterator."""
         if self.placeholders is not None:
             self.placeholders.drop()
         self.driver = None
 
-    # ------------------------------------------------------------ its begin
+    # ------------------------------------------------------------ start
 
     def begin(self, name: str, placeholder: Placeholder | None) -> bool:
-        """Begin it; all ranks meet. Return whether any of them goes through it."""
+        """Start the loop; all ranks meet. Return whether any rank asks for its batches."""
         driver, log, members = self.driver, self.driver.tail_log, self.driver.members
         for model in log.models():
             model.check_can_train(self.reader.has_next)
@@ -116,14 +116,14 @@ class BatchLoop:
         if self.asked:
             driver.tail.reads.forget()
         driver.tail.early_exit, driver.unasked = driver.unasked, None
-        # With none, it is to be given some.
+        # A rank that has no batch is refused too where it would receive some.
         refused = (_UNASKED, _EMPTY) if driver.rebalancing.enabled or placeholder is not None else (_UNASKED,)
         _nesting.refuse_unasked(members.named(rank for rank, way in enumerate(ways) if way in refused))
         if placeholder is not None:
             members.weigh("world")
         if members.meets_late:
             log.tap.install()
-        given_bytes = driver.rebalancing.nbytes  # before the first batches are
+        given_bytes = driver.rebalancing.nbytes  # measured before the first batches are sent
         if placeholder is None:
             self.schedule = self._choose_schedule(lengths)
         else:
@@ -176,11 +176,11 @@ class BatchLoop:
         driver.remarks.may_rebalance = False
         return self.placeholders.schedule(driver.step)
 
-    # ------------------------------------------------------------ its steps
+    # ------------------------------------------------------------ steps
 
     @staticmethod
     def go_through(begin: Callable[[], "BatchLoop | None"]) -> Iterator[Any]:
-        """Begin a loop, and yield this rank's batches; then serve the others."""
+        """Start a loop and yield this rank's batches; then serve the other ranks."""
         if (loop := begin()) is None:
             return
         driver, placeholders = loop.driver, loop.placeholders
@@ -196,7 +196,7 @@ class BatchLoop:
                     batch = loop.reader.take()
                     driver.tail_log.in_window = type(batch) is Window
                 if placeholders is not None and placeholders.losses.joined:
-                    stopwatch = None  # the loop's stands as of this rank's last batch
+                    stopwatch = None  # measured up to this rank's last batch
                 if stopwatch is not None:
                     stopwatch.take()
                 yield batch
@@ -218,7 +218,7 @@ class BatchLoop:
                 loop._go_through_end()
             elif loop.is_current:
                 loop.leave()
-            if not on_purpose and driver.members.world_size == 1:  # by an error, which makes no epoch
+            if not on_purpose and driver.members.world_size == 1:  # an error ended it: this is no epoch to measure
                 loop.stopwatch = None
             raise
         finally:
@@ -229,9 +229,9 @@ class BatchLoop:
         loop.measure()
 
     def _begin_step(self) -> bool:
-        """Begin a step, with whoever is active or still to meet; serve if this rank is not. Return whether it is."""
+        """Start a step with the ranks that are active; if this rank is not, serve them. Return whether it is active."""
         driver, schedule, number = self.driver, self.schedule, self.driver.step_number
-        if number < self._even_until and self.reader.has_next():  # most are so: this costs next to nothing
+        if number < self._even_until and self.reader.has_next():  # the common case, at next to no cost
             driver.steps.skip()
             if number % 2:
                 raise_any(driver.tail_log.channel.failure())
@@ -242,14 +242,14 @@ class BatchLoop:
         if not schedule.begin(number):
             lengths, ends = schedule.expected, number + 1
             if lengths and lengths[rank] == ends and any(n is None or n > ends for n in lengths):
-                driver.tail.note()  # this step is expected to be this rank's last one, and not that of another
+                driver.tail.note()  # this step is expected to be the last one on this rank, but not on all
             return True
         goes_on: bool = driver.go_on()
         if goes_on and rank in driver.step.ending and not driver.step.is_last:
             driver.tail.note()
         schedule.check(number)
         if schedule.lengths is not None and driver.is_even:
-            self._even_until = min(schedule.lengths) - 1  # that step is the last one of some
+            self._even_until = min(schedule.lengths) - 1  # the last step of some rank
         return goes_on
 
     def status(self) -> tuple[int, list[int]] | None:
@@ -260,11 +260,11 @@ class BatchLoop:
         ranks = collective_under_way(self.thread)
         return None if ranks is None else (driver.step_number, ranks)
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ end
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether this rank is certain to have had its last batch, and is done with it, while others have more."""
+        """Whether this rank has certainly used its last batch, while other ranks have more."""
         driver, lengths = self.driver, self.schedule.lengths or self.schedule.expected
         if len({*lengths}) < 2 or isinstance(self.schedule, Planned) or lengths[driver.members.rank] is None:
             return False
@@ -272,12 +272,12 @@ class BatchLoop:
         return self.stepped and not awaits and lengths[driver.members.rank] == driver.step_number + 1
 
     def _go_through_end(self) -> None:
-        """End a loop that is closed behind this rank's last batch as if it had been asked for another one."""
+        """End a loop that is closed after this rank's last batch as if another batch had been asked for."""
         driver, log = self.driver, self.driver.tail_log
         if self.stopwatch is not None:
             self.stopwatch.ask()
         driver.step_number += 1
-        # What is raised in a generator that is closed is lost. So it is raised where this rank meets others next.
+        # An error raised while a generator closes is lost, so it is raised when this rank next meets others.
         with suppress(BaseException):
             try:
                 with driver.telling:
@@ -293,21 +293,21 @@ class BatchLoop:
                 log.tap.install()
 
     def leave(self, at_once: bool = True) -> None:
-        """Leave it by `break`; `at_once` unless this rank's own code has gone on since."""
+        """Leave by `break`; `at_once` unless this rank's own code has run since."""
         driver, log, in_tail = self.driver, self.driver.tail_log, self.driver.members.announces
         if self.stopwatch is not None:
             self.stopwatch.leave()
         (self.source or self.reader).leave()
         log.remember_gradients()
         lengths, ends_at = self.schedule.lengths, driver.step_number + 1
-        # Where no rank can run out before another, nothing will be handed over.
+        # If no rank can run out before another, no state will be handed over.
         ends = in_tail or lengths is None or min(lengths) <= ends_at < max(lengths)
         driver.tail.leave_early(watches=at_once and ends and driver.members.world_size > 1)
         driver.place, log.has_to_meet = Place.LEFT, True
         self.stepped = driver.step.drop() or self.stepped
         log.parting.end()
-        # Others may go on, or wait at the end of the `with`: what comes next with them is to finish the loop first.
-        # All ranks must look in the same way at a step that is the last one of some, or may be.
+        # Others may still train, or wait at the end of the `with`: this rank's next collective finishes the loop first.
+        # All ranks must decide alike at a step that is, or may be, the last one of some rank.
         is_last = (lengths is None or ends_at in lengths) and not isinstance(self.schedule, Planned)
         if in_tail or is_last or driver.members.meets_late or driver.end_with_loop is not None:
             log.tap.install()
@@ -315,14 +315,14 @@ class BatchLoop:
             log.tap.remove()
 
     def go_to_end(self) -> None:
-        """Go, without batches, to where all ranks have joined."""
+        """Continue without batches until all ranks have joined."""
         driver = self.driver
         if driver.tail.early_exit is not None:
             driver.tail.early_exit.meet()
         if isinstance(self.schedule, EachUse) and self.forwarded and not self.stepped:
             raise _nesting.left_amid(driver.members.name, driver.step_number)
         with driver.telling:
-            if self.schedule.lengths is not None:  # those who left with their last batch have ended, as the others know
+            if self.schedule.lengths is not None:  # a rank that left with its last batch is known to be done
                 driver.step_number += 1
                 driver.steps.now = False
                 driver.step.know(driver.step_number, self.schedule.lengths)
@@ -331,7 +331,7 @@ class BatchLoop:
             driver.meet_without_input()
 
     def end_placeholders(self) -> None:
-        """End it, if finished ranks have run placeholders in it; all ranks call this."""
+        """End a loop in which finished ranks ran placeholders; all ranks call this."""
         if self.placeholders is not None:
             with self.driver.telling:
                 self.driver.own_taken += self.placeholders.end()

@@ -1,4 +1,4 @@
-"""The driver of a `Join`: where in the user's loops this rank is, and who takes part in each step."""
+"""The driver of a `Join`: where in its loops this rank is, and which ranks take part in each step."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -32,24 +32,24 @@ P = TypeVar("P", bound=Participant)
 
 
 class LoopDriver(Attendance):
-    """The driver of loops of the user's: over `batches` and, from forward to forward, others.
+    """The driver of user loops: those over `batches`, and plain loops, where each forward starts a step.
 
     Args:
-        objects: Everything that was given to `Join`.
-        options: What the user has chosen.
+        objects: Everything passed to `Join`.
+        options: The user's options.
         group: The process group of the ranks that take part.
 
     Attributes:
-        rebalancing: What outlives a loop of rebalancing.
-        named: The loops by their names.
-        unasked: What there was when the user began the loop that nobody asked for a batch.
-        is_one_loop: Whether the `with` is around one loop over `batches`, on all ranks, and around nothing else.
-        begins_with_loop: Whether all ranks meet only as that loop begins, and not as the `with` does.
-        asks: Whether this rank's user has asked for a batch of the loops that it goes through.
-        positions: Begins loops, of the last one's name, where a state that was loaded says that they go on.
-        find_other_place: Returns this rank's place in another loader than that of the loop, by a number; by default
-            those in loops of other names.
-        signals: What asks the job to stop.
+        rebalancing: The rebalancing state that outlives a loop.
+        named: The loops by name.
+        unasked: What was noted when user code started a loop that it never asked for a batch.
+        is_one_loop: Whether, on all ranks, the `with` contains one loop over `batches` and nothing else.
+        begins_with_loop: Whether all ranks first meet at the start of that loop, and not at the start of the `with`.
+        asks: Whether this rank's user code asks its loops for batches.
+        positions: Starts loops of the last used name at the place in the loaded state.
+        find_other_place: Returns this rank's place in a loader other than the loop's, by its number; by default its
+            places in loops of other names.
+        signals: The signals that ask the job to stop.
     """
 
     is_one_loop = begins_with_loop = False
@@ -67,25 +67,25 @@ class LoopDriver(Attendance):
         self._make_participants()
 
     def _make_participants(self) -> None:
-        if self.options.placeholder is None:  # else there is nothing to follow
+        if self.options.placeholder is None:  # else finished ranks follow nothing
             self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
         self.add(PositionExchange)
         self.add(StopExchange)
 
     def add(self, make: Callable[["LoopDriver", int], P]) -> P:
-        """Add a participant after all others, before the `with` is entered; `make` gets this object and an index."""
+        """Add a participant after the others, before entering the `with`; `make` gets this driver and an index."""
         participant = make(self, len(self.tail_log.participants))
         self.tail_log.participants.append(participant)
         return participant
 
     def enter(self, open_channel: Callable[[], Channel]) -> None:
-        """Begin a `with`; all ranks meet.
+        """Enter a `with`; all ranks meet.
 
         Raises:
-            JoinValueError: The ranks were given different things.
+            JoinValueError: The ranks passed different things to `Join`.
         """
         _nesting.enter(self, self.given, lambda: self.in_loop)
-        if not self.tail_log.participants:  # it has been left before
+        if not self.tail_log.participants:  # this driver was entered and left before
             self._renew_tail_log()
             self._make_participants()
         self.reset()
@@ -93,7 +93,7 @@ class LoopDriver(Attendance):
         try:
             parameters = (p for model in self.tail_log.models() for p in model.modules[0].parameters())
             if (first := next(parameters, None)) is not None:
-                use_device(first.device, self.members.group)  # before the channel, which may have to go by it
+                use_device(first.device, self.members.group)  # before the channel, which may depend on the device
             self.tail_log.open(open_channel())
             if not self.begins_with_loop:
                 self.tail.compare_given(self.tail_log.channel.gather(self.tail.given, of=list[str]))
@@ -104,9 +104,9 @@ class LoopDriver(Attendance):
             raise
 
     def finish(self, error: BaseException | None) -> None:
-        """End a `with`, by an error or without one; all ranks meet."""
+        """End a `with`, with or without an error; all ranks meet."""
         if error is not None:
-            self.telling.raised = None  # this one passes, also where it was raised from that
+            self.telling.raised = None  # this error is let through, also if it was raised from that one
         with self.telling:
             if error is not None:
                 raise error
@@ -114,21 +114,21 @@ class LoopDriver(Attendance):
                 self.loop.leave(at_once=False)
             self._unbegun.begin_all()
             self.return_to_loop()
-            if not (self.is_one_loop and self.place is Place.ENDED):  # else all have left it, and there is no other
+            if not (self.is_one_loop and self.place is Place.ENDED):  # else all ranks have left the only loop
                 verdict = self.members.last_joiner
                 self.meet_without_input()
                 if self.place is Place.ENDED:
                     self.members.last_joiner = verdict
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
-            # No rank's process ends before all have come here.
+            # No rank's process ends before all ranks get here.
             said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
 
     def leave(self) -> None:
-        """Leave nothing behind: participants and the tap refer to this, and it to the group, with its threads."""
+        """Remove everything: participants and the tap refer to this driver, and it to the group with its threads."""
         self.step.reset()
         self.telling.raised = None
         if not self.signals.lasts:
@@ -146,31 +146,31 @@ class LoopDriver(Attendance):
         self.tail_log.channel.close()
         _nesting.leave(self)
 
-    # ------------------------------------------------------------ what the user sees, and adapters
+    # ------------------------------------------------------------ for users and adapters
 
     @property
     def reader(self) -> Reader[Any] | None:
-        """What reads the loader of the current loop, or of the last one; `None` before the first."""
+        """The reader of the current or last loop's loader; `None` before the first loop."""
         if self.loop is None or self.loop.placeholders is None:
             return None if self.loop is None else self.loop.reader
         return self.loop.source
 
     @property
     def certain_lengths(self) -> list[int] | None:
-        """All ranks' numbers of batches in the current loop, or the last one, where these can be no others."""
+        """All ranks' numbers of batches in the current or last loop, if these are certain."""
         if self.loop is None or self.loop.placeholders is None:
             return None if self.loop is None else self.loop.schedule.lengths
         return self.loop.placeholders.lengths
 
     @property
     def was_even(self) -> bool:
-        """Whether all ranks knew that they had equally many batches in the current loop, or the last one."""
+        """Whether all ranks were certain to have the same number of batches in the current or last loop."""
         certain = self.certain_lengths
         return certain is not None and min(certain) == max(certain)
 
     @property
     def trained_ahead(self) -> list[Any]:
-        """The models that the last loop has trained, if it asked for batches ahead of its steps and was uneven."""
+        """The models that the last loop trained, if it was uneven and asked for batches ahead of its steps."""
         loop = self.loop
         if loop is None or not (loop.reads_ahead and loop.uneven):
             return []
@@ -185,12 +185,12 @@ class LoopDriver(Attendance):
         return Share(self.members.rank, self.step_number)
 
     def find_members(self) -> Membership:
-        """Meet the other ranks, if that was put off; return who takes part in the current step."""
+        """Hold the meeting that was put off, if any; return which ranks take part in the current step."""
         self.meet()
         return self.members
 
     def find_active(self) -> tuple[int, ...]:
-        """Meet the other ranks, if that was put off; return the ranks that have a batch at the current step."""
+        """Hold the meeting that was put off, if any; return the ranks that have a batch at the current step."""
         return self.find_members().active if self.placeholders is None else self.placeholders.find_active()
 
     @property
@@ -199,10 +199,10 @@ class LoopDriver(Attendance):
         return self.options.weighting not in ("world", "active")
 
     def check_together(self, call: str) -> None:
-        """Meet the others, if that was put off, before something that takes all ranks.
+        """Hold the meeting that was put off, if any, before a call that needs all ranks.
 
         Raises:
-            JoinError: Some rank has joined, or nobody knows whether one has.
+            JoinError: Some rank has joined, or this cannot be known.
         """
         with self.telling:
             if self.place is Place.PLAIN:
@@ -225,10 +225,10 @@ class LoopDriver(Attendance):
         raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
 
     def check_rows(self, rows: Any) -> None:
-        """Raise if rows for `gather` are of placeholders too, in the loops that have ended.
+        """Raise if rows for `gather` include rows of placeholders from the loops that have ended.
 
         Raises:
-            JoinValueError: There are more structures of them than this rank had batches.
+            JoinValueError: There are more structures of rows than this rank had batches.
         """
         last = None if self.loop is None else self.loop.placeholders
         if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self.own_taken:
@@ -240,19 +240,19 @@ class LoopDriver(Attendance):
                 )
 
     def find_last_step(self) -> bool:
-        """Meet the others, if that was put off; return whether no rank has an input after this step, as is known."""
+        """Hold the meeting that was put off, if any; return whether this step is known to be the last on all ranks."""
         if self.placeholders is not None:
             return self.placeholders.reader.hear().is_last_step
-        if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else it is planned
+        if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else a plan knows
             self.meet()
         return self.step.is_last
 
     def find_main_joined(self) -> bool:
-        """Meet, if that was put off; return whether rank 0, which saves and logs, has joined, and this one not."""
+        """Hold the deferred meeting; return whether rank 0, which saves and logs, has joined, but this rank has not."""
         return self.tail_log.meet() and 0 not in self.members.active
 
     def find_acting_main(self) -> bool:
-        """Meet the others, if that was put off; return whether this rank does what rank 0 would, which has joined."""
+        """Hold the meeting that was put off; return whether this rank acts as rank 0, which has joined."""
         return self.find_main_joined() and self.members.leads
 
     def stop_requested(self) -> bool:
@@ -281,11 +281,11 @@ class LoopDriver(Attendance):
         self.positions = self.named.current
 
     def gather_places(self, name: str, which: int = 0) -> list[Any]:
-        """Return every rank's place, by rank; all active ranks call this at the same step.
+        """Return every rank's place in its loader, by rank; all active ranks call this at the same step.
 
         Args:
-            name: What the user has called.
-            which: Of which loader: 0 for that of the loop, or of the last one; see `find_other_place`.
+            name: The call to name in errors.
+            which: The loader's number: 0 for the current or last loop's; for others see `find_other_place`.
         """
         self.meet()
         with self.telling:
@@ -295,7 +295,7 @@ class LoopDriver(Attendance):
         return next(each for each in self.tail_log.participants if isinstance(each, kind))
 
     def is_amid_window(self) -> bool | None:
-        """Whether this rank holds gradients of an accumulation that has begun; `None` where nobody can tell yet."""
+        """Whether this rank holds gradients of an unfinished accumulation; `None` if that cannot be known yet."""
         if self.loop is not None and self.loop.placeholders is not None:
             return self.loop.placeholders.losses.holds_gradients
         models = self.tail_log.models()
@@ -303,7 +303,7 @@ class LoopDriver(Attendance):
         return True in said or (None if None in said else False)
 
     def find_place(self, which: int = 0) -> LoaderPlace | None:
-        """Return this rank's place in a loader by its number, `None` if it has begun no loop over it."""
+        """Return this rank's place in the loader of this number; `None` if no loop over it has started."""
         if which:
             return self.find_other_place(which)
         loop = self.loop
@@ -321,9 +321,9 @@ class LoopDriver(Attendance):
         return Batches(partial(self._begin_later, name=name, placeholder=placeholder), loader)
 
     def _begin_later(self, loader: Iterable[T], name: str, placeholder: Placeholder | None) -> Iterator[T]:
-        """Go through `loader` from the first `next` on, or from where it should have come to that."""
+        """Iterate over `loader` from the first `next`, or from where the user's code should have called it."""
         go_through = partial(self.go_through, loader, name=name, placeholder=placeholder)
-        # Only who has no batch may be right never to ask for one.
+        # Only a rank without batches may rightly never ask for one.
         has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
         watch = None if has_some else partial(self.tail.watch_unasked, is_length_certain(loader))
         left, since = None if watch is None else watch(), self.tail.handovers
@@ -337,8 +337,8 @@ class LoopDriver(Attendance):
         watch: Callable[[], EarlyExit] | None,
         since: int,
     ) -> Iterator[T]:
-        """Go through a loop that this rank's code has behind it, of which it has asked for no batch."""
-        if watch is not None and self.tail.handovers > since:  # of an earlier loop, which that code has not made
+        """Go through a loop that this rank's code has passed without asking it for a batch."""
+        if watch is not None and self.tail.handovers > since:  # an earlier loop's handover: no change by user code
             left = watch()
         self.unasked = left
         if left is not None:
@@ -380,7 +380,7 @@ class LoopDriver(Attendance):
     def _open(
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]], name: str | None
     ) -> tuple[int, Reader[T]]:
-        """Return the first step of a loop, and what reads it; with no name, a front end has chosen its `positions`."""
+        """Return a loop's first step and its reader; without a name, the front end has set `positions`."""
         if name is None:
             return self.positions.first_step, self.positions.open(loader, reader_of)
         if self.named.begin(name):

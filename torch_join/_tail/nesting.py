@@ -1,4 +1,4 @@
-"""Several `Join`s of one process at the same time, and loops where there must be none."""
+"""Checks of several `Join`s in one process at a time, and of loops that are not allowed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from torch_join._base.errors import JoinError, name_ranks
 
 class _Entered(NamedTuple):
     driver: object
-    objects: Sequence[Any]  # that were given
+    objects: Sequence[Any]  # passed to the `Join`
     in_loop: Callable[[], bool]
 
 
@@ -16,10 +16,10 @@ _entered: list[_Entered] = []
 
 
 def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -> None:
-    """Note that the `Join` of a driver is entered.
+    """Note that a driver's `Join` is entered.
 
     Raises:
-        JoinError: It is already, or another one that is entered holds something of it or is in its loop.
+        JoinError: It already is; or another entered `Join` shares an object with it, or is in its loop.
     """
     for other in _entered:
         if other.driver is driver:
@@ -39,15 +39,15 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
 
 
 def is_entered(driver: object) -> bool:
-    """Whether its `Join` is."""
+    """Whether the driver's `Join` is entered."""
     return any(driver is other.driver for other in _entered)
 
 
 def check_entered(driver: object, what: str = "A loop over join.batches was begun") -> None:
-    """Raise if its `Join` is not entered.
+    """Raise if the driver's `Join` is not entered.
 
     Raises:
-        JoinError: It is not.
+        JoinError: It is not entered.
     """
     if not is_entered(driver):
         raise JoinError(
@@ -57,12 +57,12 @@ def check_entered(driver: object, what: str = "A loop over join.batches was begu
 
 
 def leave(driver: object) -> None:
-    """Note that its `Join` is left; does nothing if it was not entered."""
+    """Note that a driver's `Join` is left; does nothing if it was not entered."""
     _entered[:] = [other for other in _entered if other.driver is not driver]
 
 
 def nested() -> JoinError:
-    """Return the error of a loop inside another."""
+    """Return the error for a loop inside another loop."""
     return JoinError(
         "A loop over join.batches was begun inside another one, or while a variable (a progress bar, for example) still"
         " holds another one that was left by `break`: ranks that have joined cannot follow. `del` it, start one after"
@@ -71,7 +71,7 @@ def nested() -> JoinError:
 
 
 def left_behind() -> JoinError:
-    """Return the error of a loop that goes on after its end."""
+    """Return the error for a loop that continues after its end."""
     return JoinError(
         "A loop over join.batches continued after it had been left: its `with` has ended, or another loop has started."
         " Start a new loop."
@@ -79,7 +79,7 @@ def left_behind() -> JoinError:
 
 
 def left_amid(rank: int, step: int) -> JoinError:
-    """Return the error of a `break` between a batch and the model's forward, where ranks may leave in any step."""
+    """Return the error for a `break` between a batch and the model's forward, if ranks may leave in any step."""
     return JoinError(
         f"Rank {rank} left its loop at step {step} between taking a batch and the model's forward, when the other ranks"
         " already rely on it. Break at the end of a step."
@@ -101,7 +101,7 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
 
 
 def late_backward(rank: int) -> JoinError:
-    """Return the error of the backward of a forward in a loop that has ended on all ranks."""
+    """Return the error for a backward whose forward ran in a loop that has ended on all ranks."""
     return JoinError(
         f"Rank {rank} runs the backward of a forward in a loop over join.batches that has ended on all ranks, of which"
         " some ran out of batches before others. The other ranks have gone on, so this backward would be averaged with"
@@ -110,7 +110,7 @@ def late_backward(rank: int) -> JoinError:
 
 
 def read_ahead(rank: int) -> JoinError:
-    """Return the error of a backward after the end of a loop that was asked for a second batch before any forward."""
+    """Return the error for a backward after the end of a loop that asked for a second batch before any forward."""
     return JoinError(
         f"Rank {rank} runs a backward after the end of a loop over join.batches that asks for a batch before the model"
         " has seen the previous one, as a prefetcher does. Its last batches would no longer be trained together with"

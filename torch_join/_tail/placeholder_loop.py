@@ -1,4 +1,4 @@
-"""Loops of users in which finished ranks run placeholders: each rank has as many steps as the longest one."""
+"""Loops in which finished ranks run placeholders: every rank has as many steps as the longest one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,24 +30,24 @@ T = TypeVar("T")
 
 
 class PlaceholderReader(Reader[Any]):
-    """Reads this rank's batches, and placeholders while other ranks have batches.
+    """Reads this rank's batches, and then placeholders while other ranks have batches.
 
-    Where lengths are certain and nothing is counted, nobody asks anybody. Else there is one exchange a step. A rank
-    with a batch says so as the step begins, and hears the others where it asks who is active: in its backward, or as
-    the next step begins. A rank without one waits for them at once, unless it knows that they go on.
+    With certain lengths and no counting, ranks exchange nothing. Otherwise there is one exchange per step. A rank with
+    a batch sends its part as the step starts, and receives the others' when it asks who is active: in its backward, or
+    as the next step starts. A rank without one waits for them at once, unless it knows that they continue.
 
     Args:
-        source: What reads this rank's own batches.
-        kind: What takes the place of a batch.
-        losses: Weighs the steps' losses.
+        source: The reader of this rank's own batches.
+        kind: The kind of placeholder.
+        losses: Weighs the losses of the steps.
         tail_log: The ranks' log.
-        lengths: All ranks' numbers of batches, where these are certain.
-        count: Returns what a batch counts, where batches are counted.
+        lengths: All ranks' numbers of batches, if these are certain.
+        count: Returns the count of a batch, if batches are counted.
         first: The loop's first step.
-        throws: Whether all ranks raise where the first one runs out.
+        throws: Whether all ranks raise when the first one runs out.
 
     Attributes:
-        step: Who has a batch in the current step, or in the loop's last one.
+        step: Which ranks have a batch in the current or last step.
         note: Called with the ranks that have a batch in a step, and its number.
     """
 
@@ -66,8 +66,8 @@ class PlaceholderReader(Reader[Any]):
         self._log, self._members, self._channel = tail_log, tail_log.members, tail_log.channel
         self._count, self._first, self._throws = count, first, throws
         self.step = ReadStep(tuple(range(self._members.world_size)), False)
-        self._next = first  # the step that is yet to be taken
-        self._has_begun = self._has_arrived = False  # that step; at an exchange of which this rank has yet to hear
+        self._next = first  # the next step to take
+        self._has_begun = self._has_arrived = False  # that step; and its exchange, whose result is not received yet
         self._counted, self._last = 0.0, None
         self.note: Callable[[Sequence[int], int], None] = lambda *_: None
         losses.step = self.hear
@@ -80,7 +80,7 @@ class PlaceholderReader(Reader[Any]):
     def has_next(self, ahead: int = 1) -> bool:
         if self._lengths is not None:
             goes_on = self._next + ahead <= max(self._lengths)
-            if not goes_on and self._source.has_next():  # which lets its iterator come to its end, too
+            if not goes_on and self._source.has_next():  # `has_next` also lets the iterator reach its end
                 raise wrong_length(self._members.name, self._lengths[self._members.rank], self._next, True)
             return goes_on
         if not self._has_begun:
@@ -106,11 +106,11 @@ class PlaceholderReader(Reader[Any]):
         return batch
 
     def _begin(self) -> None:
-        """Begin the next step: say whether this rank has a batch in it, unless all know, and what that counts."""
+        """Start the next step: send this rank's count, and whether it has a batch if that is not certain."""
         self._losses.before = self.hear().active_ranks or self._losses.before
         self._has_begun = True
         rank, has = self._members.rank, self._source.has_next()
-        number = self._number = self._next  # of the step that is said, and heard of later
+        number = self._number = self._next  # the step of the exchange
         self._counted = self._source.count(self._count) if has and self._count is not None else 0.0
         if self._lengths is not None:
             if has != (number < self._lengths[rank]):
@@ -124,10 +124,10 @@ class PlaceholderReader(Reader[Any]):
             self._has_arrived = True
 
     def hear(self) -> ReadStep:
-        """Wait for what the others say of the current step, if there is something yet to hear; return who is active.
+        """Wait for the other ranks' part of the current exchange, if it is pending; return who is active.
 
         Raises:
-            JoinValueError: Some of them have left the loop.
+            JoinValueError: Some ranks have left the loop.
         """
         if self._has_arrived:
             self._has_arrived = False
@@ -147,7 +147,7 @@ class PlaceholderReader(Reader[Any]):
         return self.step
 
     def _share(self, source: int) -> None:
-        """Give a batch's form to ranks that have had none; all ranks call this."""
+        """Send a batch's structure to ranks that have had no batch; all ranks call this."""
         with self._log.own_collectives(), on_device(self._members.group):
             packed = None
             if self._members.rank == source:
@@ -159,11 +159,11 @@ class PlaceholderReader(Reader[Any]):
 
 
 class Together(Schedule):
-    """All ranks have as many steps, and one after the other finds out that there are no more.
+    """All ranks have the same number of steps; each step's exchange shows whether there is another one.
 
     Args:
         step: The loop's steps.
-        reader: Knows.
+        reader: Makes the exchange.
         tail_log: The ranks' log.
     """
 
@@ -181,18 +181,18 @@ class PlaceholderLoop:
     """A loop in which finished ranks run placeholders.
 
     Args:
-        kind: What takes the place of a batch.
-        source: What reads this rank's own batches.
+        kind: The kind of placeholder.
+        source: The reader of this rank's own batches.
         tail_log: The ranks' log.
-        options: What the user has chosen.
-        given: The objects that were given to `Join`.
-        lengths: By rank, the number of batches; `None` for each that is not certain.
+        options: The user's options.
+        given: The objects passed to `Join`.
+        lengths: By rank, the number of batches; `None` where it is not certain.
         first: The loop's first step.
         number: The loop's number in its `with`.
 
     Attributes:
-        losses: Weighs the losses of its steps.
-        lengths: All ranks' numbers of batches, where these are certain.
+        losses: Weighs the losses of the steps.
+        lengths: All ranks' numbers of batches, if these are certain.
         reader: Reads batches and placeholders.
 
     Raises:
@@ -229,7 +229,7 @@ class PlaceholderLoop:
             first,
             options.throw_on_early_termination,
         )
-        self._logged = -1, 0  # the last step in which something was logged, and how often in it before
+        self._logged = -1, 0  # the last step with a logged value, and the number of earlier ones in it
 
     def schedule(self, step: Step) -> Schedule:
         """Return the loop's schedule: every rank has a step for each batch of the longest one."""
@@ -243,7 +243,7 @@ class PlaceholderLoop:
         self._around.enter_context(self.losses.entered())
 
     def leave(self) -> None:
-        """Stop it; calling this again does nothing."""
+        """Stop weighing losses; calling this again does nothing."""
         self._around.close()
 
     def end(self) -> int:
@@ -253,7 +253,7 @@ class PlaceholderLoop:
         return self._source.taken - self._source.first
 
     def drop(self) -> None:
-        """Leave nothing in force, though an error may hold the loop's iterator, and no reference cycle."""
+        """Undo everything that is in force, and break reference cycles: an error may hold the loop's iterator."""
         self.leave()
         self.losses.behind.close()
         self.losses.step = self._channel.before_meeting = lambda: None
@@ -261,7 +261,7 @@ class PlaceholderLoop:
     # ------------------------------------------------------------ in a step
 
     def find_active(self) -> tuple[int, ...]:
-        """Wait until this rank knows who has a batch in the current step; return these ranks."""
+        """Wait until it is known which ranks have a batch in the current step; return them."""
         return self.reader.hear().active_ranks
 
     @property
@@ -279,9 +279,9 @@ class PlaceholderLoop:
         return weighted(value, self.losses.factor)
 
     def shaped(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or, on a finished rank whose shape differs, zeros of the active ranks' shape; all call this.
+        """Return `tensor`; on a finished rank with another shape, zeros of the active shape; all ranks call this.
 
-        The zeros have a way back to `tensor`, so that every rank has the same backward.
+        The zeros depend on `tensor`, so that every rank has the same backward.
         """
         if len(active := self.find_active()) == self._members.world_size:
             return tensor
@@ -291,18 +291,18 @@ class PlaceholderLoop:
         return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
 
     def bring_buffers(self) -> None:
-        """Give all ranks the newest buffers, where rank 0 is finished and about to save; all ranks call this."""
+        """Give all ranks the newest buffers, if rank 0 has finished and is about to save; all ranks call this."""
         if 0 not in (active := self.find_active()):
             self.losses.before = active
             self.losses.give_buffers()
 
     def logged_values(self, values: T) -> T | None:
-        """Return what rank 0 logs: what the lowest active rank has, if rank 0 is finished; all ranks call this.
+        """Return the values for rank 0 to log: the lowest active rank's, if rank 0 has finished; all ranks call this.
 
-        `None` on rank 0 if that cannot be sent.
+        `None` on rank 0 if they cannot be sent.
 
         Raises:
-            JoinError: That rank does not call it in this step.
+            JoinError: The lowest active rank does not call this in this step.
         """
         if 0 in (active := self.find_active()):
             return values
@@ -327,12 +327,12 @@ class PlaceholderLoop:
 
 
 class _LogWatch:
-    """Looks, on rank 0, which waits for values to log, whether the rank that has them has passed the step.
+    """Checks, while rank 0 waits for values to log, whether the rank that has them has passed the step.
 
     Args:
         channel: The channel between the ranks.
-        key: The name of the values.
-        leader: The rank that has them.
+        key: The key of the values.
+        leader: The rank that has the values.
         step: The step.
     """
 
@@ -340,7 +340,7 @@ class _LogWatch:
         self._channel, self._key, self._leader, self._number = channel, key, leader, step
 
     def look(self) -> None:
-        """Ask that rank.
+        """Ask the leader.
 
         Raises:
             JoinError: It has passed the step.

@@ -1,4 +1,4 @@
-"""Loops of the user's in which batches are rebalanced: a plan says who is active, and which batch a rank has."""
+"""Loops with rebalanced batches: a plan determines who is active, and which batch a rank has."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch_join._tail.tail_log import TailLog
 
 
 def refuse_model_parallel(tail_log: TailLog) -> None:
-    """Raise where several ranks compute a batch together.
+    """Raise if several ranks compute a batch together.
 
     Raises:
-        UnsupportedError: Some do.
+        UnsupportedError: Some ranks do.
     """
     if any(each.model_parallel_groups for each in tail_log.participants):
         raise UnsupportedError(
@@ -27,11 +27,11 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
 
 
 class PlannedReader(Reader[Any]):
-    """Reads the batches that a plan gives to this rank; `source` reads its own."""
+    """Reads the batches that a plan assigns to this rank; `source` reads its own."""
 
     def __init__(self, plan: Rebalancer, source: Reader[Any]) -> None:
         self._plan, self._source = plan, source
-        self._taken = plan.step - 1  # up to which step
+        self._taken = plan.step - 1  # the step of the last batch taken
         self.pulling = False
 
     def has_next(self, ahead: int = 1) -> bool:
@@ -54,13 +54,13 @@ class PlannedReader(Reader[Any]):
 
 
 class Planned(Schedule):
-    """Batches are rebalanced, if there is anything to rebalance.
+    """Batches are rebalanced, if the ranks' numbers differ.
 
     Args:
         step: The loop's steps.
-        rebalancing: What rebalances batches.
+        rebalancing: Rebalances the batches.
         tail_log: The ranks' log.
-        place: What `Rebalancer.place` returned, in a loop that is resumed.
+        place: The value that `Rebalancer.place` returned, in a loop that is resumed.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Planned(Schedule):
         self._current, self._rebalancing, self._tail_log, self._place = step, rebalancing, tail_log, place
 
     def read(self, reader: Reader[Any]) -> Reader[Any]:
-        """Make a plan for what `reader` reads, if there is anything to rebalance; all ranks meet.
+        """Make a plan for the batches of `reader`, if there is anything to rebalance; all ranks meet.
 
         Returns:
-            What reads the batches that this rank trains on.
+            A reader of the batches that this rank trains on.
 
         Raises:
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
         refuse_model_parallel(self._tail_log)
-        self._rebalancing.current = None  # of the loop before: not every reader begins a plan
+        self._rebalancing.current = None  # the last loop's: not every reader starts a plan
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
@@ -89,7 +89,7 @@ class Planned(Schedule):
             resumed["max_sent_per_step"] = place["max_sent_per_step"][members.rank]
             resumed["leaves"] = members.rank in place["gone"]
             if not place.get("is_new", False):
-                resumed["always"] = True  # the batches that were trained on do not count
+                resumed["always"] = True  # the batches already trained on do not count
                 length = place["left"][members.rank]
             elif length is not None:
                 length -= source.taken
@@ -104,7 +104,7 @@ class Planned(Schedule):
 
     @property
     def share(self) -> Share | None:
-        plan = self._rebalancing.current  # none after the `with`
+        plan = self._rebalancing.current  # `None` after the `with`
         return None if plan is None else plan.share
 
     @property
@@ -117,7 +117,7 @@ class Planned(Schedule):
         self._current.meet()
         if members.meets_late:
             self._tail_log.remember_gradients()
-        if step > plan.step:  # the first is planned
+        if step > plan.step:  # the first step is planned already
             with self._tail_log.own_collectives():
                 plan.advance(self._meet)
         if not plan.meets and len(plan.active_ranks) < members.world_size:
@@ -128,7 +128,7 @@ class Planned(Schedule):
         self._current.is_last = plan.is_last_step
         if not self.presumes_all:
             return True
-        # Said here, so that whoever hears waits for nothing that others do in their step.
+        # Sent here, so that ranks that receive it do not have to wait for anything inside this rank's step.
         self._current.defer(plan.count(), plan.is_last_step)
         self._current.arrive()
         models = self._tail_log.models()
@@ -143,11 +143,11 @@ class Planned(Schedule):
         return result
 
     def check_barrier(self, result: BarrierResult) -> None:
-        """Check what the ranks say that meet.
+        """Check the notices of the ranks that meet.
 
         Raises:
-            JoinValueError: Some of them have left the loop.
-            PeerFailedError: Another rank has failed, perhaps since it said its part.
+            JoinValueError: Some ranks have left the loop.
+            PeerFailedError: Another rank has failed, perhaps after it sent its notice.
         """
         if self.presumes_all:
             raise_any(self._tail_log.channel.failure())

@@ -1,4 +1,4 @@
-"""Every rank's place in its loader, for all active ranks: one of them writes it into a checkpoint."""
+"""The exchange of every rank's place in its loader, which one active rank writes into a checkpoint."""
 
 from typing import Any, ClassVar, cast
 
@@ -15,7 +15,7 @@ _PLACE = "place"
 
 
 class PositionExchange(Participant):
-    """Brings together what ranks have trained on; those that have joined give their part when they hear of it."""
+    """Gathers every rank's place in its loader; joined ranks take part when the exchange is announced."""
 
     kinds: ClassVar[dict[str, Any]] = {_PLACE: int}
     driver: Any  # a `LoopDriver`
@@ -24,11 +24,11 @@ class PositionExchange(Participant):
         """Return every rank's place, by rank; all active ranks call this at the same step.
 
         Args:
-            name: What the user has called.
+            name: The call to name in errors.
             which: The loader's number.
 
         Raises:
-            JoinError: Some active rank does not come here, but goes on. Or it is amid an accumulation.
+            JoinError: Some active rank continues without this call, or this rank is in an unfinished accumulation.
             JoinTypeError: The state of this rank's loader cannot be pickled.
         """
         tail_log, members, channel = cast(TailLog, self.tail_log), self.members, self.tail_log.channel
@@ -47,7 +47,7 @@ class PositionExchange(Participant):
             raise JoinError(
                 f"{name} was called at different steps ({names}). All active ranks call it at the same one."
             )
-        place = self.driver.find_place(which)  # before others are told that it comes
+        place = self.driver.find_place(which)  # may raise, so before the announcement
         self.announce(_PLACE, which)
         return self._exchange(place)
 
@@ -74,11 +74,11 @@ class PositionExchange(Participant):
 
 
 class _AbsenceWatch:
-    """Looks, on a rank that waits for the others' places, whether one of them does not come.
+    """Checks, on a rank that waits for the others' places, whether one of them has gone past the call.
 
     Args:
         tail_log: The ranks' log.
-        name: What the user has called.
+        name: The call to name in errors.
     """
 
     def __init__(self, tail_log: TailLog, name: str) -> None:
@@ -86,10 +86,10 @@ class _AbsenceWatch:
         self._before: set[int] = set()
 
     def look(self) -> None:
-        """Ask the others.
+        """Ask the other ranks.
 
         Raises:
-            JoinError: Some have gone on.
+            JoinError: Some ranks have continued without the call.
         """
         answers = self._log.channel.health().answers
         _, mine = answers.get(self._members.rank, (False, None))

@@ -1,4 +1,4 @@
-"""Reading a loader so that its end is known in time."""
+"""Reading a loader ahead, so that its end is known in time."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ from torch_join._schedule.stateful import sampler_of
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
-# Begins to rebalance what a reader reads, and returns what reads this rank's batches then; `None`: the same ones.
+# Starts to rebalance a reader's batches; returns the reader of the batches to train on, `None` for the same reader.
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
 _MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the others' loaders
 # Samplers of these modules have as many indices as they say.
@@ -35,13 +35,13 @@ class Reader(Source, Generic[T]):
 
     Attributes:
         pulling: Whether the loader is at work on its next batch.
-        first: How many had been taken before the loop was resumed.
-        taken: How many batches have been taken, those among them.
-        dealer: What deals out one dataset to all ranks, and how to have it leave a loader as it is.
+        first: How many batches had been taken before the loop was resumed.
+        taken: How many batches have been taken, including these.
+        dealer: The name of the sampler that deals out one dataset to all ranks, and how to turn it off.
         dealt_samples: The length of the dataset that it deals out; `None` if it does not.
-        lead: How many steps ahead a batch of another rank must have been given.
-        plan: What a checkpoint says of batches that are rebalanced.
-        has_ended: Whether a loop in which they were is over.
+        lead: How many steps ahead another rank's batch must arrive.
+        plan: The rebalanced batches, as a checkpoint stores them.
+        has_ended: Whether a loop with rebalanced batches is over.
     """
 
     dealer = "A DistributedSampler", "Leave it out (of Ray's: prepare_data_loader(loader, add_dist_sampler=False))"
@@ -49,7 +49,7 @@ class Reader(Source, Generic[T]):
     lead = 1
     plan: dict[str, Any] | None = None
     has_ended = False
-    _reads_ahead = False  # of the batch in hand
+    _reads_ahead = False  # while the last batch is in use
 
     def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
         self._loader = loader
@@ -62,8 +62,8 @@ class Reader(Source, Generic[T]):
         self.taken = self.first = self._position.first
         self._ahead: deque[T] = deque()
         self._ended = False
-        self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # of the steps that are to come
-        self._guard: RefillGuard | None = None  # where batches are read ahead
+        self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # for the coming steps
+        self._guard: RefillGuard | None = None  # if batches are read ahead
 
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
@@ -86,7 +86,7 @@ class Reader(Source, Generic[T]):
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a batch after the one that was taken last."""
+        """Whether there is a batch after the last one taken."""
         return self.has_next()
 
     def take(self) -> T:
@@ -98,11 +98,11 @@ class Reader(Source, Generic[T]):
 
     @property
     def trained_on(self) -> int:
-        """How many of this rank's batches somebody has trained on, the one in hand among them."""
+        """How many of this rank's batches some rank has trained on, including the current one."""
         return self.taken - sum(map(len, self._reserved))
 
     def place(self) -> LoaderPlace:
-        """Return where this rank stands: the batch in hand counts as trained on."""
+        """Return where this rank is in its loader: the current batch counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
         taken = self.trained_on
         if self.plan is not None:  # ranks train until the others' batches are used up
@@ -111,29 +111,29 @@ class Reader(Source, Generic[T]):
         return {**place, "left": self._left, "plan": self.plan}
 
     def drop(self) -> None:
-        """Hold nothing that is to be read any more: the loop is over, or was left."""
+        """Release the iterator: the loop is over, or was left."""
         self._iterator = self._position.iterator = iter(())
 
     def end(self) -> Callable[[], LoaderPlace]:
-        """Return what gives this rank's place behind the loop, whatever is left of it; hold nothing for that."""
+        """Return a function that gives this rank's place after the loop, as if at its end; release the iterator."""
         position, taken = self._position, self.taken
         position.iterator = iter(())
         return lambda: {**position.place(taken, taken, True), "left": False, "plan": None}
 
     def certain_length(self) -> int | None:
-        """Return the number of batches if the loader can have no other."""
+        """Return the number of batches if it is certain, else `None`."""
         if (length := self._position.length) is not None:
             return length
         return len(self._loader) if is_length_certain(self._loader) else None  # type: ignore[arg-type]
 
     def rebalanced(self, begin: Begin) -> "Reader[Any]":
-        """Begin an epoch in which batches are rebalanced; all ranks meet.
+        """Start an epoch with rebalanced batches; all ranks meet.
 
         Returns:
-            What reads the batches that this rank trains on.
+            A reader of the batches that this rank trains on.
 
         Raises:
-            UnsupportedError: The loader has a state, as of which a checkpoint counts on what is given away.
+            UnsupportedError: The loader has a state, which in a checkpoint would count the batches that are sent away.
         """
         refuse_position(self._loader)
         self._guard = RefillGuard(self._loader, gives=True)
@@ -152,7 +152,7 @@ class Reader(Source, Generic[T]):
         return batches[:]
 
     def leave(self) -> None:
-        """The loop was left: let the loader come to its end, if it can only be that what is read next."""
+        """Note that the loop was left; a subclass lets the loader reach its end, if nothing but the end can be next."""
         self._left = True
 
     @property
@@ -165,16 +165,16 @@ class Reader(Source, Generic[T]):
         return self.certain_length()
 
     def count(self, count: Count) -> float:
-        """Return what the next batch counts, of which there must be one; called once for each."""
+        """Return the count of the next batch, which must exist; called once for each batch."""
         return count(self._ahead[0])
 
 
 class Windows(Generic[T]):
-    """A loader of windows: see `windows`. What else is asked of it, such as its sampler, is the other loader's.
+    """A loader of windows: see `windows`. Other attributes, such as the sampler, are those of the inner loader.
 
     Attributes:
-        loader: What they are made of.
-        size: How many batches a window has, but perhaps the last.
+        loader: The inner loader.
+        size: The number of batches in a window; the last one may have fewer.
     """
 
     def __init__(self, loader: Iterable[T], size: int) -> None:
@@ -186,7 +186,7 @@ class Windows(Generic[T]):
         return self.over(iter(self.loader))
 
     def over(self, iterator: Iterator[T]) -> Iterator[list[T]]:
-        """Yield the windows of what an iterator over the loader has."""
+        """Yield the windows of the batches in an iterator over the loader."""
         guard = RefillGuard(self.loader, gives=False)
         window = Window()
         with suppress(StopIteration):
@@ -236,7 +236,7 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
 
 
 class Batches(Generic[T]):
-    """What `Join.batches` returns: to loop over, and no iterator."""
+    """The iterable, not an iterator, that `Join.batches` returns."""
 
     def __init__(self, go_through: Callable[[Iterable[T]], Iterator[T]], loader: Iterable[T]) -> None:
         self._go_through = go_through
@@ -250,19 +250,19 @@ class Batches(Generic[T]):
 
 
 class Unbegun:
-    """Loops of which there is an iterator that has not been asked for a batch yet, in order."""
+    """Loops with an iterator that has not been asked for a batch yet, in order."""
 
     def __init__(self) -> None:
         self._loops: dict[object, Callable[[], Iterator[Any]]] = {}
 
     def add(self, go_through: Callable[[], Iterator[Any]]) -> object:
-        """Note that `go_through` has not begun; return a ticket for it."""
+        """Note that `go_through` has not started; return a ticket for it."""
         ticket = object()
         self._loops[ticket] = go_through
         return ticket
 
     def begin(self, ticket: object) -> bool:
-        """Begin this one, after those before it; return whether it was there."""
+        """Start the loop of this ticket, after the loops before it; return whether it was there."""
         if ticket not in self._loops:
             return False
         try:
@@ -280,23 +280,23 @@ class Unbegun:
 
 
 class LoaderWatch:
-    """Looks, on a rank that has no batch and waits for the others, whether a loader of theirs waits for it.
+    """Checks, on a rank without a batch that waits for others, whether one of their loaders waits for this rank.
 
-    A loader may take long, and be in a collective for a moment: so only one that is found twice in the same is meant.
+    A loader may be in a collective for a moment, so only one that is found twice in the same collective counts.
 
     Args:
         channel: The channel between the ranks.
-        members: Who is active.
+        members: Which ranks are active.
     """
 
     def __init__(self, channel: Channel, members: Membership) -> None:
         self._channel = channel
         self._members = members
-        self._found: dict[int, int] = {}  # in a collective that this rank is to come to: by rank, at which step
+        self._found: dict[int, int] = {}  # ranks whose loader is in a collective with this rank, and the step
         self._asks_at, self._pause = 0.0, 1.0
 
     def look(self) -> None:
-        """Ask the others, at most once a second.
+        """Ask the other ranks, at most once a second.
 
         Raises:
             JoinError: A loader waits for this rank.
@@ -320,33 +320,33 @@ class LoaderWatch:
 
 
 def _methods_beyond(kind: type) -> set[str]:
-    """Return the methods that a class, and those between it and `DataLoader`, have besides `__init__`."""
+    """Return the methods, besides `__init__`, that a class and its bases below `DataLoader` define."""
     own = kind.__mro__[: kind.__mro__.index(DataLoader)]
     return {name for base in own for name, value in vars(base).items() if callable(value)} - {"__init__"}
 
 
 def is_length_certain(loader: object) -> bool:
-    """Whether a loader can have no other number of batches than its length."""
+    """Whether a loader always has exactly as many batches as its length."""
     if type(loader) is Windows:
         return is_length_certain(loader.loader)
-    # An object may only say that it is a `DataLoader`, as Accelerate's do.
+    # An object may only claim to be a `DataLoader`, as Accelerate's do.
     if issubclass(type(loader), DataLoader) and isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)
 
 
 def draws_exactly(sampler: object) -> bool:
-    """Whether a sampler, or what batches are made of, has as many indices as it says: one of torch, or ours."""
+    """Whether a sampler, or a batch sampler's sampler, has exactly as many indices as it says: torch's or ours."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) in (list, tuple, range) or type(sampler).__module__ in _EXACT
 
 
 def refuse_position(loader: object) -> None:
-    """Raise for a loader of which a checkpoint would count on batches that are given away.
+    """Raise for a loader with a state, which in a checkpoint would count batches that are sent away.
 
     Raises:
-        UnsupportedError: It has a state, or draws from something that has one.
+        UnsupportedError: It has a state, or draws from an object that has one.
     """
     if _has_position(loader):
         raise UnsupportedError(
@@ -357,9 +357,9 @@ def refuse_position(loader: object) -> None:
 
 
 def _has_position(loader: Any, depth: int = 3) -> bool:
-    """Whether `loader`, or something that it draws from (a sampler, or what a progress bar goes through), can be saved.
+    """Whether `loader`, or an object that it draws from (a sampler, the iterable of a progress bar), can be saved.
 
-    Reading ahead moves where it is: a checkpoint from within the loop would leave out what has not been used yet.
+    Reading ahead moves its position: a checkpoint written in the loop would leave out the batches not used yet.
     """
     if depth == 0 or isinstance(loader, (nn.Module, type)):  # a transform's state is no position
         return False

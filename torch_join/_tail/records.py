@@ -1,4 +1,4 @@
-"""The records with which active ranks announce what they do, and what a joined rank takes for one."""
+"""The records in which active ranks announce their actions, and the checks of a joined rank that reads them."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -9,20 +9,20 @@ from torch_join._control import codec as _codec
 
 END, DONE, COLLECTIVE, TAIL = "end", "done", "collective", "tail"
 
-Announcement = tuple[int, str, Any]  # by which participant (-1: none), what, and what else others need to know
-ASIDE = "aside/{}/{}"  # before which record of the log, and which one of those there
-RECORD = tuple[list[Announcement], tuple[int, ...]]  # and who is active
+Announcement = tuple[int, str, Any]  # the participant's index (-1: none), the kind, and the payload
+ASIDE = "aside/{}/{}"  # the number of the log's next record, and the number of the announcement before it
+RECORD = tuple[list[Announcement], tuple[int, ...]]  # the announcements and the active ranks
 _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
-    DONE: tuple[bool, bool, list[Any]],  # a step in lockstep: is its backward one, has it a loss; the front end's
-    # Closing messages, whose state all take, if backwards go in pieces, if nobody has made a step in this tail.
+    DONE: tuple[bool, bool, list[Any]],  # a lockstep step: whether it has a backward, and a loss; the front end's data
+    # Closing messages, the rank whose state is handed over, whether backwards go in pieces, whether no step was made.
     END: tuple[list[Any], int, bool, bool],
 }
 
 
 def record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
-    """Return the record of what these ranks announce."""
+    """Return the record of these ranks' announcements."""
     return _codec.in_pair(said, _ranks(active))
 
 
@@ -34,13 +34,13 @@ def _ranks(active: tuple[int, ...]) -> _codec.Encoded:
 def check_record(
     said: Sequence[Announcement], active: tuple[int, ...], participants: int, before: tuple[int, ...]
 ) -> None:
-    """Check what a record says.
+    """Check the contents of a record.
 
     Args:
-        said: What is announced.
-        active: By whom.
-        participants: How many there are.
-        before: Who was active in the record before.
+        said: The announcements.
+        active: The ranks that made them.
+        participants: The number of participants.
+        before: The ranks that were active in the record before.
 
     Raises:
         JoinError: No active rank can have written it.
@@ -51,10 +51,10 @@ def check_record(
 
 
 def is_record(kind: str, payload: Any, expected: str) -> bool:
-    """Whether an announcement that is no participant's is of this kind.
+    """Whether an announcement without a participant is of this kind.
 
     Raises:
-        JoinError: It is of none, or not as such a one is.
+        JoinError: It is of no known kind, or malformed.
     """
     try:
         _codec.check(payload, _KINDS[kind])

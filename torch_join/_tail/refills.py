@@ -1,4 +1,4 @@
-"""Loaders that refill the same memory for each batch, where batches are read ahead."""
+"""Checks for loaders that refill the same memory for each batch while batches are read ahead."""
 
 import sys
 from collections import deque
@@ -15,22 +15,22 @@ from torch_join._base.specs import flaw, raw_words
 
 T = TypeVar("T")
 
-# If the memory of none of these is that of another, the loader makes each batch anew.
+# If none of these shares memory with another, the loader makes each batch anew.
 _LOOKS = 3
-_SAMPLE = 64  # of the words of a tensor, or elements of an array
-_DEPTH = 3  # of objects in objects
-_SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # made when asked for, they are alike and not the same
+_SAMPLE = 64  # words of a tensor, or elements of an array
+_DEPTH = 3  # levels of nested objects
+_SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # equal but not identical, if made at each access
 
 
 class RefillGuard:
-    """Raises when reading a batch changes one that has been read before and not been used yet.
+    """Raises when reading a batch changes an earlier batch that has not been used yet.
 
-    Sharing memory is no mistake: each batch may hold one and the same mask. So the bytes decide. All are
-    compared for the first batches of a loop, and later where these share memory; else a few of the oldest if batches go
-    to other ranks, since the number that is read ahead changes then, and a larger ring of buffers is overrun late.
+    Sharing memory is allowed, since all batches may hold the same mask, so the bytes decide. All are compared for a
+    loop's first batches, and later if these share memory. Otherwise, if batches go to other ranks, a few bytes of the
+    oldest are compared: more batches are then read ahead, which may overrun a larger ring of buffers late.
 
     Args:
-        loader: Whose batches they are.
+        loader: The loader of the batches.
         gives: Whether batches go to other ranks.
     """
 
@@ -40,17 +40,17 @@ class RefillGuard:
         self.gives = gives
         self._looks = _LOOKS
         self._shares = False
-        self._places: deque[frozenset[int]] = deque()  # of the batches that were read last
+        self._places: deque[frozenset[int]] = deque()  # memory addresses of the batches read last
 
     def read(self, waiting: list[Any], read: Callable[[], T]) -> T:
         """Return a batch that `read` returns.
 
         Args:
-            waiting: Those that were read before it and have not been used: the last ones, in order.
+            waiting: The batches read before it and not used yet, in order.
             read: Reads it.
 
         Raises:
-            JoinValueError: Those that wait have changed meanwhile.
+            JoinValueError: Some of `waiting` have changed meanwhile.
         """
         if self._is_there:
             return read()
@@ -73,8 +73,8 @@ class RefillGuard:
         return bool(self._looks) or self._shares
 
     def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
-        """Return what tells whether `leaf` has changed: bytes of it, or itself if these cannot be had."""
-        if depth and _is_array(leaf) and leaf.dtype.hasobject:  # its bytes are addresses, which are used again
+        """Return data that shows whether `leaf` has changed: some of its bytes, or itself if it has none."""
+        if depth and _is_array(leaf) and leaf.dtype.hasobject:  # its bytes are addresses, which may be reused
             return [self._content(part, depth - 1) for part in _leaves(leaf.reshape(-1).tolist(), depth - 1)]
         content = raw_words(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
         if content is leaf:
@@ -97,7 +97,7 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
         return True
     if all(map(_are_same, now, held)):
         return False
-    # What a batch makes when it is asked for may be another each time: that says nothing of the loader.
+    # A value that a batch computes at each access may differ every time: that is not the loader's doing.
     again = [content(leaf) for leaf in _leaves(waiting)]
     return any(
         _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, again, held, strict=False)
@@ -115,7 +115,7 @@ def _leaves(batch: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def _inside(thing: Any, depth: int) -> list[Any]:
-    """Return the tensors and arrays that an object holds: a batch may be one, whose class nobody here knows."""
+    """Return the tensors and arrays inside an object of an unknown class."""
     if depth == 0 or isinstance(thing, (type, ModuleType, nn.Module, Dataset)):
         return []
     slots = [getattr(thing, name, None) for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
@@ -155,10 +155,10 @@ def _places(batch: Any) -> frozenset[int]:
 
 
 def _place(leaf: Any) -> int:
-    """Return where `leaf` is in memory, 0 for nowhere."""
+    """Return the memory address of `leaf`, or 0."""
     if isinstance(leaf, Tensor):
         try:
             return leaf.data_ptr()
-        except (RuntimeError, ValueError):  # it has no memory, or none that is one piece
+        except (RuntimeError, ValueError):  # it has no memory, or not in one piece
             return 0
     return int(leaf.__array_interface__["data"][0]) if _is_array(leaf) else 0

@@ -1,7 +1,7 @@
-"""What `Join.state_dict` returns, and the loops that go on from it.
+"""The state that `Join.state_dict` returns, and the loops that resume from it.
 
-An epoch may have several loops, each with a name. In the epoch that goes on, those that were over as the state was
-written come before the one that was under way: until that one does, they are empty. From then on they begin anew.
+An epoch may have several named loops. In the resumed epoch, the loops that were over when the state was written come
+first, and are empty until the loop that was under way resumes. From then on all loops start anew.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,19 +12,19 @@ from torch_join._schedule.positions import NOT_DEALT, LoaderPlace, dealt_among, 
 from torch_join._tail.reader import Reader
 
 R = TypeVar("R")
-VERSION = 3  # of what `state_of` returns; of version 2 (0.2.0) the next release reads nothing any more
-OVER = -2  # in place of the first step: of a loop that was over
+VERSION = 3  # of what `state_of` returns; the next release no longer reads version 2 (0.2.0)
+OVER = -2  # in place of the first step: the loop was over
 
 
 def state_of(
     places: Sequence[LoaderPlace | None], in_loop: bool, name: str = "", others: Sequence[dict[str, LoaderPlace]] = ()
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of a loop: every rank's place, and where it goes on.
+    """Return a loop's state for a checkpoint: every rank's place, and the step from which the loop resumes.
 
     Args:
         places: By rank; `None` if there was no loop yet.
-        in_loop: Whether it is under way.
-        name: What the user calls it.
+        in_loop: Whether the loop is under way.
+        name: The user's name for the loop.
         others: By rank and name, the places in other loops, which are over.
     """
     begun = [place for place in places if place is not None]
@@ -42,17 +42,17 @@ def _placed(places: Sequence[LoaderPlace | None], over: bool) -> list[LoaderPlac
 
 
 class Resuming:
-    """Begins the loops of one name where a state that was loaded says that they go on.
+    """Starts the loops of one name, and resumes the one in a loaded state.
 
     Args:
         rank: This rank.
-        world_size: How many there are.
-        restored: The generators of loops that have gone on, also of those of other names.
+        world_size: The number of ranks.
+        restored: The generators of resumed loops, shared with loops of other names.
 
     Attributes:
-        loaded: The state, until a loop has begun.
-        reader: What reads the last loop.
-        plan: Of the loop that has begun, what the state says of batches that are rebalanced.
+        loaded: The state, until a loop has started.
+        reader: The reader of the last loop.
+        plan: The rebalanced batches in the state from which the current loop resumed.
     """
 
     def __init__(self, rank: int, world_size: int, restored: list[Any] | None = None) -> None:
@@ -60,15 +60,15 @@ class Resuming:
         self._restored = [] if restored is None else restored
         self.loaded: dict[str, Any] | None = None
         self.reader: Reader[Any] | None = None
-        self._ended: Callable[[], LoaderPlace] | None = None  # gives the place behind the last loop
+        self._ended: Callable[[], LoaderPlace] | None = None  # gives the place after the last loop
         self.plan: dict[str, Any] | None = None
-        self._resumed: tuple[Any, LoaderPlace] | None = None  # a loader, and where a loop over it has gone on
+        self._resumed: tuple[Any, LoaderPlace] | None = None  # a loader, and the place at which a loop over it resumed
 
     def load(self, state: dict[str, Any]) -> None:
-        """Have the next loop go on where a state says.
+        """Resume the next loop from a state.
 
         Raises:
-            JoinValueError: Another version has written it; or other ranks have, in a loop whose rest is not known here.
+            JoinValueError: Another version wrote it, or another number of ranks and the rest of its loop is unknown.
         """
         if "places" not in state:
             raise JoinValueError(
@@ -89,12 +89,12 @@ class Resuming:
 
     @property
     def place(self) -> LoaderPlace | None:
-        """This rank's place in what was loaded; like one where a loop was left, if it is not over."""
+        """This rank's place in the loaded state; if the loop is not over, marked as left."""
         place = None if self.loaded is None else self.loaded["places"][self._rank]
         return None if place is None else {**place, "left": not place["over"], "world": self._world_size}
 
     def find_place(self) -> LoaderPlace | None:
-        """Return this rank's place in the last loop, or where the next one goes on."""
+        """Return this rank's place in the last loop, or where the next loop resumes."""
         if self.loaded is not None:
             return self.place
         if self.reader is not None:
@@ -102,21 +102,21 @@ class Resuming:
         return None if self._ended is None else self._ended()
 
     def end(self) -> None:
-        """Another loop begins: the last one is over, also where it was left by `break`."""
+        """End the last loop, even if it was left by `break`: another loop starts."""
         if self.reader is not None:
             self._ended = self.reader.end()
             self.reader = None
 
     @property
     def first_step(self) -> int:
-        """The first step of the loop that is about to begin; -1 where it begins anew."""
+        """The first step of the next loop; -1 if it starts anew."""
         return -1 if self.loaded is None else int(self.loaded["step"])
 
     def open(self, loader: Iterable[Any], reader_of: Callable[..., R]) -> R:
-        """Return what reads a loader, from where it is to go on.
+        """Return a reader of the loader, from the place where it resumes.
 
         Raises:
-            JoinValueError: That is a place in another loader.
+            JoinValueError: The place belongs to another loader.
         """
         place, self.loaded = self.place, None
         resumed = self._resumed
@@ -133,15 +133,15 @@ class Resuming:
 
 
 class NamedLoops:
-    """The loops over `batches` by their names: where the last one of each is, and where the next one goes on.
+    """The loops over `batches` by name: the last place in each, and where the next one resumes.
 
     Args:
         rank: This rank.
-        world_size: How many there are.
+        world_size: The number of ranks.
 
     Attributes:
-        name: That of the loop under way, or of the last one.
-        current: Begins loops of that name.
+        name: The name of the current or last loop.
+        current: Starts loops of that name.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -149,7 +149,7 @@ class NamedLoops:
         self.name = ""
         self.current = Resuming(rank, world_size)
         self._by_name: dict[str, Resuming] = {}
-        self._left_out: set[str] = set()  # that had an empty loop
+        self._left_out: set[str] = set()  # names that have had an empty loop
 
     def load(self, state: dict[str, Any]) -> None:
         """See `Resuming.load`."""
@@ -164,10 +164,10 @@ class NamedLoops:
             self._by_name[name].load({**state, "places": places, "step": 0, "over": True})
 
     def begin(self, name: str) -> bool:
-        """Have the next loop be one of this name; return whether it was over, so that it is empty.
+        """Start a loop of this name; return whether the state says that it was over, so that it is empty.
 
         Raises:
-            JoinValueError: The loop that was under way does not come.
+            JoinValueError: The loop that was under way has not resumed.
         """
         loaded = self.current.loaded
         if name != self.name and loaded is not None and not loaded["over"]:
@@ -191,12 +191,12 @@ class NamedLoops:
 
 
 def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[str]) -> None:
-    """Raise if not all ranks have loaded the same state, or begin loops of different names.
+    """Raise if the ranks have not all loaded the same state, or start loops of different names.
 
     Args:
-        names: What errors call the ranks.
+        names: The ranks' names in errors.
         steps: By rank, the `first_step` of its loop.
-        loops: By rank, its name.
+        loops: By rank, its loop's name.
 
     Raises:
         JoinValueError: They differ.

@@ -12,12 +12,12 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Schedule:
-    """Says who is active, from one step to the next.
+    """Determines which ranks are active at each step.
 
     Attributes:
-        lengths: All ranks' numbers of batches, where these can be no others.
-        expected: The same, but that some may be others; `None` for each that is not known.
-        presumes_all: Whether all ranks are taken to be active in this step until this one hears that some have left.
+        lengths: All ranks' numbers of batches, if these are certain.
+        expected: All ranks' numbers of batches, some of which may prove wrong; `None` for each that is not known.
+        presumes_all: Whether this rank takes all ranks to be active in this step until it receives news of a `break`.
     """
 
     lengths: list[int] | None = None
@@ -30,15 +30,15 @@ class Schedule:
         return None
 
     def begin(self, step: int) -> bool:
-        """Begin a step.
+        """Start a step.
 
         Returns:
-            Whether it is known who is active; else this rank has a batch, and the meeting is put off.
+            Whether it is known who is active; if not, this rank has a batch, and the meeting is put off.
         """
         raise NotImplementedError
 
     def check(self, step: int) -> None:
-        """Raise, once it is known who is active, for what the others could not know in time."""
+        """Raise, once it is known who is active, for problems that the other ranks could not know in time."""
 
 
 class EachBatch(Schedule):
@@ -55,17 +55,17 @@ class EachBatch(Schedule):
 
 
 class EachUse(Schedule):
-    """The ranks meet where a rank first does something with others in its step: it may break before that.
+    """The ranks meet at a rank's first communication in its step: it may `break` before that.
 
-    A rank that runs out of batches looks, at the top of a step, at what is compared with the others. They look there
-    too: they know from its length, or from what it said at its last step, that it has no batch.
+    A rank that runs out of batches compares state with the other ranks at the top of a step. They do so at the same
+    step, since they expect from its length, or from its notice at its last step, that it has no batch.
 
     Args:
         step: The loop's steps.
         reader: This rank's batches.
         tail_log: The ranks' log.
         lengths: All ranks' numbers of batches; `None` for each that is not certain.
-        look: Called at the top of a step that another rank is expected to have no batch for, with its number.
+        look: Called, with the number, at the top of a step for which another rank is expected to have no batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EachUse(Schedule):
         self.expected, self._look = lengths, look
 
     def begin(self, step: int) -> bool:
-        self._current.meet()  # at the step before, in which this rank has done nothing with others
+        self._current.meet()  # at the last step, if this rank has not communicated in it
         if not self._reader.has_next():
             self._current.meet_now(False)
             return True
@@ -93,14 +93,14 @@ class EachUse(Schedule):
 
 
 class Certain(Schedule):
-    """The ranks' numbers of batches can be no others, and were exchanged as the loop began.
+    """The ranks' numbers of batches are certain, and were exchanged at the start of the loop.
 
     Args:
         step: The loop's steps.
         reader: This rank's batches.
         tail_log: The ranks' log.
-        lengths: Their numbers of batches.
-        throws: Whether all ranks raise where the first one runs out.
+        lengths: All ranks' numbers of batches.
+        throws: Whether all ranks raise when the first one runs out.
         first: The loop's first step.
     """
 
@@ -113,21 +113,21 @@ class Certain(Schedule):
         self._throws = throws
 
     def begin(self, step: int) -> bool:
-        # As a loop begins a loader may do something with all others, also one without a batch (Accelerate's does).
+        # As a loop starts, a loader may communicate on all ranks, also on one without a batch (Accelerate's does).
         if step == self._first or self._mine <= step:
             self._check(step)
         self._current.know(step, self.lengths)
         return True
 
     def check(self, step: int) -> None:
-        # Here and not before: from now on a collective of the loader's is followed.
+        # Not earlier: from now on, joined ranks follow the loader's collectives.
         if self._first < step < self._mine:
             self._check(step)
 
     def _check(self, step: int) -> None:
         """Raise if this rank's length proves wrong, or, at every other step, if another rank has failed."""
         if self._throws and min(self.lengths) <= step:
-            return  # all know, and throw
+            return  # all ranks know, and throw
         has_next = self._reader.has_next()
         if has_next != (step < self._mine):
             raise wrong_length(self._tail_log.members.name, self._mine, step, has_next)
@@ -136,7 +136,7 @@ class Certain(Schedule):
 
 
 def wrong_length(rank: int, length: int, step: int, goes_on: bool) -> JoinValueError:
-    """Return the error of a loader whose length, which is certain, proves wrong at a step."""
+    """Return the error for a loader whose length, taken as certain, proves wrong at a step."""
     does = "goes on after that" if goes_on else f"ended after {step} batches"
     return JoinValueError(
         f"The loader of rank {rank} said its length was {length} and {does}, which the other ranks cannot know in time."

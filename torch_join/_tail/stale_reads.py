@@ -1,8 +1,8 @@
-"""A state that was read after a rank's last batch, and before it took over what the others have changed since.
+"""Warns if a state was read after a rank's last batch, but before it received the other ranks' later changes.
 
-A rank that leaves a loop by `break`, or that keeps the loop's iterator, waits for nobody. A checkpoint that it writes
-there has its own last step's state. Whether others went on is known only when all have met, so that is where it is
-said.
+A rank that leaves a loop by `break`, or that keeps the loop's iterator, does not wait. A checkpoint that it writes
+there has the state of its own last step. Only when all ranks have met is it known whether others continued, so that is
+where the warning comes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class StaleReads:
     """Watches the `state_dict` of given models and optimizers.
 
     Args:
-        objects: Everything that was given.
+        objects: Everything passed to `Join`.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -29,7 +29,7 @@ class StaleReads:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Begin; does nothing where it has begun."""
+        """Start to watch; does nothing if already started."""
         if self._undo:
             return
         inner = [thing.module for thing in self._objects if isinstance(getattr(thing, "module", None), nn.Module)]
@@ -42,17 +42,17 @@ class StaleReads:
         self._read = self._read or type(thing).__name__
 
     def stop(self) -> None:
-        """End; what was read stays known."""
+        """Stop watching, but remember all reads so far."""
         while self._undo:
             self._undo.pop()()
 
     def forget(self) -> None:
-        """End, and forget what was read."""
+        """Stop watching, and forget all reads."""
         self.stop()
         self._read = None
 
     def warn(self, rank: int) -> None:
-        """Warn, where others have gone on without this rank, if anything was read; then forget it."""
+        """Warn, if other ranks have continued without this one, of any read; then forget it."""
         if self._read is not None:
             JoinDriftWarning.warn(
                 f"Rank {rank} read the state of {self._read} after the last batch that it took from join.batches, and"

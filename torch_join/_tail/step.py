@@ -1,4 +1,4 @@
-"""The current step of a loop of the user's: where in it the ranks meet, and who they find to be active."""
+"""The current step of a loop: where in it the ranks meet, and which ranks are active."""
 
 import threading
 import weakref
@@ -14,12 +14,12 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Telling:
-    """Tell the other ranks what is raised inside, and raise what was raised before.
+    """Reports errors raised inside it to the other ranks, and raises an earlier one again.
 
-    Whoever swallows that gets it again at the next meeting, to which the others do not come.
+    If user code swallows an error, it is raised again at the next meeting, to which the other ranks do not come.
 
     Attributes:
-        raised: What was raised before.
+        raised: The earlier error.
     """
 
     raised: BaseException | None = None
@@ -49,18 +49,18 @@ class Telling:
 
 
 class Step:
-    """One step after the other; where a meeting is put off, nothing is known of who is active until `meet`.
+    """The steps of a loop, one after the other; after `defer`, the active ranks are not known until `meet`.
 
     Args:
-        tail_log: Goes on with the ranks that are active.
+        tail_log: Receives the ranks that are active.
         telling: See `Telling`.
-        follow_up: Does what follows from who is active, on a rank that has an input.
+        follow_up: Acts on which ranks are active, on a rank that has an input.
 
     Attributes:
-        has_arrived: Whether this rank has come to a meeting, and has yet to hear what the others say.
+        has_arrived: Whether this rank has sent its part of a meeting, and has yet to receive the others'.
         is_last: Whether no rank has an input after this step, as far as the loaders can tell.
-        ending: The ranks whose last step it is known to be.
-        check: Called with all that is heard, in a loop in which batches are rebalanced.
+        ending: The ranks that are known to be in their last step.
+        check: Called with the result of each meeting, in a loop with rebalanced batches.
     """
 
     check: Callable[[BarrierResult], None] | None = None
@@ -68,29 +68,29 @@ class Step:
     def __init__(self, tail_log: TailLog, telling: Telling, follow_up: Callable[[], None]) -> None:
         self._tail_log, self._members = tail_log, tail_log.members
         self._telling = telling
-        self._follow_up = weakref.WeakMethod(follow_up)  # a circle would keep the group after the loop
-        self._lock = threading.RLock()  # in a backward on several devices there are several threads
+        self._follow_up = weakref.WeakMethod(follow_up)  # a cycle would keep the group after the loop
+        self._lock = threading.RLock()  # a backward on several devices has several threads
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
-        self._due: tuple[float, bool] | None = None  # what to say at a meeting that was put off
+        """Reset to the state before the first step."""
+        self._due: tuple[float, bool] | None = None  # this rank's part of a meeting that was put off
         self._hears = self.has_arrived = self.is_last = False
-        self.check = None  # else a circle would keep the group
+        self.check = None  # else a cycle would keep the group
         self.ending: Sequence[int] = ()
 
     def know(self, number: int, lengths: Sequence[int]) -> None:
-        """Go on to the step of this number, where all ranks' numbers of batches are certain."""
+        """Move to the step of this number, if all ranks' numbers of batches are certain."""
         self.is_last = number + 1 >= max(lengths)
         self.ending = [rank for rank, length in enumerate(lengths) if length == number + 1]
         self._tail_log.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
 
     def defer(self, count: float, is_last: bool = False) -> None:
-        """Put the meeting off until this rank first does something with others: it may leave the loop before that.
+        """Put the meeting off until this rank first communicates in its step: it may leave the loop before that.
 
         Args:
-            count: What this rank's batch counts.
-            is_last: Whether it is known to be its last.
+            count: The count of this rank's batch.
+            is_last: Whether the batch is known to be its last.
         """
         self._due = count, is_last
         self._tail_log.has_to_meet = True
@@ -103,7 +103,7 @@ class Step:
         return is_free
 
     def arrive(self) -> None:
-        """Say that this rank is here, if that was put off; waits for nobody."""
+        """Send this rank's part of a meeting that was put off; does not wait for other ranks."""
         with self._lock:
             if self._due is not None and not (self.has_arrived or self._hears):
                 with self._telling:
@@ -111,11 +111,11 @@ class Step:
                 self.has_arrived = True
 
     def meet(self) -> None:
-        """Wait until it is known who is active, if that was put off."""
+        """Wait until it is known who is active, if the meeting was put off."""
         if self._due is None:
             return
-        with self._lock:  # the other threads wait for what one hears
-            if self._due is None or self._hears:  # it was that one, or what follows asks
+        with self._lock:  # the other threads wait until one has the result
+            if self._due is None or self._hears:  # another thread has it, or the follow-up called this
                 return
             self.arrive()
             self._hears, self.has_arrived = True, False
@@ -129,7 +129,7 @@ class Step:
                 self._tail_log.has_to_meet = False
 
     def meet_now(self, has_input: bool, count: float = 0.0, is_last: bool = False) -> None:
-        """Meet the ranks that were active, and say whether this one has an input, and whether that is its last."""
+        """Meet the active ranks at once; send whether this rank has an input, and whether that is its last."""
         self._due, self.has_arrived = None, False
         if not has_input:
             self._tail_log.check_backwards_ended()
@@ -138,21 +138,21 @@ class Step:
             self._hear(has_input)
 
     def watching_loaders(self) -> AbstractContextManager[None]:
-        """Put around what a rank without a batch waits for, and others come to when they have read their next one."""
+        """Watch loaders while a rank without a batch waits for ranks that first read their next batch."""
         channel = self._tail_log.channel
         return setting(channel, suspect=LoaderWatch(channel, self._members).look)
 
     def _say(self, has_input: bool, count: float, is_last: bool) -> None:
         notice = {} if not has_input else {"last": True} if is_last else None
         self._tail_log.channel.arrive(count, notice, self._members.active)
-        if has_input and self.check is None:  # else the batch that this rank has may be another's
+        if has_input and self.check is None:  # else this rank's batch may come from another rank
             self._members.counted = count
 
     def _hear(self, has_input: bool) -> None:
         result = self._tail_log.channel.wait()
         if self.check is not None:
             self.check(result)
-        if has_input:  # else the last step's count: its backward may come after the loop
+        if has_input:  # else keep the last step's count: its backward may come after the loop
             self._members.total = result.total
         self._tail_log.change(tuple(rank for rank in self._members.active if result.notices.get(rank) != {}))
         active = self._members.active

@@ -1,4 +1,4 @@
-"""A signal that asks the job to stop: noted where it comes, and told to all ranks where they ask for it."""
+"""A signal that asks the job to stop: noted on the rank that gets it, shared when all ranks ask for it."""
 
 import signal
 import threading
@@ -13,15 +13,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """SIGTERM and SIGUSR1, which end a process otherwise, from `listen` on.
+    """SIGTERM and SIGUSR1, which by default end a process; noted from `listen` on.
 
     Args:
-        lasts: Whether that is for longer than a `with`.
+        lasts: Whether to listen beyond the end of the `with`.
 
     Attributes:
-        received: Whether this rank has got one.
-        agreed: Whether all ranks know that one has.
-        in_loops: Whether ranks have asked for it in a loop: then what they ask behind one is what was found in it.
+        received: Whether this rank has got a signal.
+        agreed: Whether all ranks know that some rank has got one.
+        in_loops: Whether ranks have asked in a loop: if so, asking after it returns the answer found in it.
     """
 
     received = agreed = in_loops = False
@@ -31,11 +31,11 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Note signals from here on; only the main thread can. A handler of the user's is called as before."""
+        """Note signals from now on, in the main thread only; the user's own handlers are still called."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
-            if (before := signal.getsignal(number)) is not None:  # else it is none of Python's, as faulthandler's
+            if (before := signal.getsignal(number)) is not None:  # else not a Python handler, such as faulthandler's
                 self._before[number] = before
                 signal.signal(number, self._note)
 
@@ -45,23 +45,23 @@ class StopSignals:
             before(number, frame)
 
     def restore(self) -> None:
-        """Leave signals to what they were left to before."""
+        """Restore the previous signal handlers."""
         while self._before:
             signal.signal(*self._before.popitem())
 
 
 class StopExchange(Participant):
-    """Has all ranks know at the same step that one has got a signal, those too that have joined."""
+    """Tells all ranks at the same step that some rank has got a signal; joined ranks too."""
 
     kinds: ClassVar[dict[str, Any]] = {"ask": str}
     driver: Any  # a `LoopDriver`
     _place, _calls = "", 0
 
     def ask(self, loop: int) -> bool:
-        """Return whether some rank has got a signal, or whether that is known.
+        """Return whether some rank has got a signal, or whether that is known already.
 
         Args:
-            loop: The number of the loop under way, or of the last one.
+            loop: The number of the current or last loop.
 
         Raises:
             JoinError: The loop is a plain `for`.

@@ -1,4 +1,4 @@
-"""A tail, from the first rank that joins to the last, whose state all ranks get; and what is compared at both ends."""
+"""A tail, from the first rank that joins to the last, whose state all ranks get; and the comparisons at both ends."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -27,19 +27,19 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Tail:
-    """The tail of a loop, one after the other, on this rank.
+    """The tails of this rank's loops, one after the other.
 
     Args:
-        objects: Everything that was given to `Join`.
-        options: What the user has chosen: of it, what is compared and what is handed over.
+        objects: Everything passed to `Join`.
+        options: The user's options: what to compare and what to hand over.
 
     Attributes:
         tail_log: The ranks' log.
-        early_exit: How this rank has left its loop by `break`, if it has.
-        reads: What is read before this rank has taken over the others' state.
-        changes_freely: What a rank may change between a `break` and the next meeting.
-        handovers: How many there have been.
-        refusal: Why this rank, whose own code is at its end, cannot serve any more.
+        early_exit: How this rank left its loop by `break`, if it did.
+        reads: Watches for states that are read before this rank has received the other ranks' state.
+        changes_freely: The object that a rank may change between a `break` and the next meeting.
+        handovers: The number of handovers so far.
+        refusal: Why this rank, whose own code is at its end, can no longer serve.
     """
 
     handovers = 0
@@ -52,7 +52,7 @@ class Tail:
         self.tail_log: TailLog
         self.changes_freely: object = None
 
-    # Of a tail, so that an even loop pays nothing for them.
+    # Only in a tail, so that an even loop pays nothing for them.
     @cached_property
     def _buffers(self) -> UnsyncedBuffers:
         return UnsyncedBuffers(unsynced_models(self._objects), self._options.hand_over_buffers)
@@ -65,45 +65,45 @@ class Tail:
         return Audit(stateful(objects), chosen.audit, chosen.hand_over_ignored, left_out, self._buffers, shards)
 
     def reset(self) -> None:
-        """Begin anew, as before the first loop."""
+        """Reset to the state before the first loop."""
         self.early_exit: EarlyExit | None = None
         self._looked_at = -1  # the step of the current loop at whose top this rank has looked
-        self._began_at = -1  # the step with which the tail began
+        self._began_at = -1  # the first step of the tail
         self.tail_log.members.last_joiner = True
 
     def leave_early(self, watches: bool) -> None:
-        """Note what there is as this rank leaves its loop; `watches` where something may be handed over later."""
+        """Note the state as this rank leaves its loop; `watches` if state may be handed over later."""
         self.early_exit = EarlyExit(self._objects, self._watched if watches else None)
         self.reads.watch()
 
     def watch_unasked(self, is_empty: bool) -> EarlyExit:
-        """Note what there is before a loop that this rank may never ask for a batch; `is_empty` if there is none."""
+        """Note the state before a loop that this rank may never ask for a batch; `is_empty` if it has none."""
         self.reads.watch()
         return EarlyExit(self._objects, self._watched if is_empty else None)
 
     def note(self, at_last: bool = True) -> None:
-        """Note what this rank alone may keep, before its last step or as a loop begins; others may have more steps."""
+        """Note this rank's state before its last step, or as a loop starts; other ranks may have more steps."""
         self._audit.note(at_last)
 
     @torch.inference_mode(False)
     def look(self, step: int) -> None:
-        """Look, at the top of a step, at what there is: another rank is expected to have no batch for it.
+        """Look at the state at the top of a step for which another rank is expected to have no batch.
 
-        That rank looks where it runs out. If the others looked where they meet it, within the step, they might have run
-        its forward already.
+        That rank looks when it runs out. If the other ranks looked when they meet it, inside the step, they might have
+        run its forward already.
         """
         if not self.tail_log.members.uneven:
             self._look(at_top=True)
             self._looked_at = step
 
-    # What comes to be here (gradients, buckets, an optimizer's state) outlives a loop under inference_mode.
+    # Tensors that are created here (gradients, buckets, optimizer state) outlive a loop under inference_mode.
     @torch.inference_mode(False)
     def begin(self, step: int, at_top: bool) -> None:
-        """Begin a tail on an active rank.
+        """Start a tail on an active rank.
 
         Args:
             step: The number of the step.
-            at_top: Whether this rank is at the top of it, before any code of the user's.
+            at_top: Whether this rank is at the top of the step, before any user code.
         """
         if self._looked_at == step:
             self._audit.joined = self.tail_log.members.joined_names
@@ -114,11 +114,11 @@ class Tail:
 
     @torch.inference_mode(False)
     def end(self, step: int, has_run: bool) -> None:
-        """All ranks have joined; if some came earlier, and others went on, give all of them the last one's state.
+        """Act on all ranks having joined; if some joined earlier than others, give all the last one's state.
 
         Args:
             step: The number of the step that would have come next.
-            has_run: Whether there was anything since the last loop ended.
+            has_run: Whether any step was run since the last loop ended.
         """
         self._looked_at = -1
         self.tail_log.members.last_joiner = True
@@ -131,10 +131,10 @@ class Tail:
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool, has_run: bool) -> None:
-        """Do what the active ranks announce, with nothing, until they have joined too.
+        """Follow what the active ranks announce, with neutral values, until they have joined too.
 
         Args:
-            at_top: Whether this rank has asked for a batch, and has run no code of the user's since.
+            at_top: Whether this rank has asked for a batch, and has run no user code since.
             has_run: Whether it has had a step before.
         """
         if self.refusal is not None:
@@ -149,22 +149,22 @@ class Tail:
             words, leader, in_pieces, still = self.tail_log.follow(END)
         self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
         self.tail_log.change(())
-        # It may be another one than in the last announcement: the others may have left without one since.
+        # It may differ from the last announcement: ranks may have left since without announcing anything.
         members.follow_leader(leader)
         members.last_joiner = False
         self._hand_over(words, still)
         members.all_active()
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
-        """Compare, where some rank joins, whether the optimizers of those that came so far went together."""
+        """Compare, when some rank joins, whether the optimizers of the ranks active so far stepped together."""
         members, channel = self.tail_log.members, self.tail_log.channel
-        # Between two departures nothing may be announced.
+        # Between two departures there may be no announcement.
         place = f"steps/{channel.records}/{len(members.active)}"
         said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
         steps.compare(dict(zip(members.named(sorted(members.before)), said, strict=True)))
 
     def _look(self, at_top: bool) -> None:
-        """Look at what there is, on every rank, where the first ones join."""
+        """Look at the state, on every rank, when the first ranks join."""
         models = self.tail_log.models()
         changed = [] if at_top else [id(buffer) for model in models for buffer in model.changed_buffers()]
         self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
@@ -173,7 +173,7 @@ class Tail:
 
     def _hand_over(self, words: list[Any], still: bool) -> None:
         members = self.tail_log.members
-        # What a joined rank says does not count: it has synced what it accumulated as a shadow.
+        # A joined rank's own value does not count: it has synced its accumulated gradients as a shadow.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
             begun = [
@@ -185,7 +185,7 @@ class Tail:
                 for ends in filter(None, begun):
                     ends()
 
-            if still:  # all have left with the same step, some by `break`, and these may have changed things since
+            if still:  # all left at the same step, some by `break`, and these may have changed something since
                 end()
                 self._audit.forget()
             else:
@@ -194,17 +194,17 @@ class Tail:
         self._restore_flags()
 
     def hand_over_states(self) -> None:
-        """Give all ranks the leader's state of everything that has one; every rank calls this.
+        """Give all ranks the leader's state of all stateful objects; every rank calls this.
 
         Raises:
-            JoinError: A rank has changed something between its `break` and this, which others have yet to come to.
+            JoinError: A rank has changed something between its `break` and this call.
         """
         with on_device(self.tail_log.members.group):
             self._take_states()
         self._restore_flags()
 
     def _take_states(self, meanwhile: Callable[[], None] = lambda: None) -> frozenset[int]:
-        """Do so, and `meanwhile` that; return the `id` of each parameter that has stayed as it was on each rank."""
+        """Hand over, and call `meanwhile` during it; return the `id`s of parameters unchanged on each rank."""
         left, tail_log = self.early_exit, self.tail_log
         self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
@@ -222,7 +222,7 @@ class Tail:
         return local
 
     def _restore_flags(self) -> None:
-        """Set again what flags this rank has set after a `break`: only then may ranks differ."""
+        """Restore flags that this rank has set after a `break`: only then may ranks differ."""
         if self.early_exit is not None:
             self.early_exit.after_handover()
 
@@ -232,25 +232,25 @@ class Tail:
 
     @property
     def _has_synced(self) -> bool:
-        """Whether gradients have been averaged since the last tail, and none been accumulated since."""
+        """Whether gradients were averaged since the last tail, and none accumulated since."""
         return all(each.synced and not each.accumulates for each in self.tail_log.models())
 
     # ------------------------------------------------------------ checks
 
     @property
     def given(self) -> list[str]:
-        """What this rank's `Join` was given, for `compare_given`."""
+        """The names of this rank's objects, for `compare_given`."""
         monitor = [] if self._options.monitor is None else ["a monitor"]
         return [type(thing).__name__ for thing in self._objects] + monitor
 
     def compare_given(self, everyone: Sequence[list[str]]) -> None:
-        """Compare what the ranks' `Join`s were given.
+        """Compare the objects passed to the ranks' `Join`s.
 
         Args:
             everyone: By rank, its `given`.
 
         Raises:
-            JoinValueError: Other types, or in another order.
+            JoinValueError: The types or their order differ.
             JoinError: A rank has ended its training.
         """
         check_all_go_on(everyone, self.tail_log.channel.global_ranks)
@@ -263,7 +263,7 @@ class Tail:
         """Raise for a collective in backward that would be wrong or wait for ever."""
         members = self.tail_log.members
         if any({*group} <= {*peers} for each in self.tail_log.participants for peers in each.model_parallel_groups):
-            return  # of tensor parallelism: all of them have the same batch, or none
+            return  # tensor parallelism: all these ranks have the same batch, or none
         if not is_ddps and members.count is not None:
             if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):
                 raise UnsupportedError(

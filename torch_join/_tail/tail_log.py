@@ -1,4 +1,4 @@
-"""What active ranks announce in the tail of a loop, and how a joined rank serves them."""
+"""The active ranks' announcements in the tail of a loop, and how a joined rank serves them."""
 
 import weakref
 from collections import deque
@@ -28,22 +28,22 @@ _NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
 
 
 class TailLog(Announcer):
-    """The tail of a loop, on an active rank and on one that has joined.
+    """The tail of a loop, on active and on joined ranks.
 
     Args:
-        members: Who is active.
-        meet: Waits until it is known who is active, where `has_to_meet`.
+        members: Which ranks are active.
+        meet: Waits until it is known who is active, if `has_to_meet`.
         check_backward: Called with each collective in backward, see `Backwards.before_collective`.
         before_collective: See `CollectiveTap`.
 
     Attributes:
-        parting: The current step, if it is the last one of some ranks and not of others.
-        participants: What answers records, by their index.
+        parting: The current step, if it is the last one of some ranks but not of all.
+        participants: The receivers of announcements, by index.
         tap: Listens to an active rank's collectives.
-        backwards: Hears of collectives in backward.
-        hears_asides: Whether a joined rank looks for what is announced aside, see `announce_aside`.
+        backwards: Follows collectives in backward.
+        hears_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
-        has_to_meet: Whether a meeting was put off, or this rank has left a loop that it is to finish.
+        has_to_meet: Whether a meeting was put off, or this rank has to finish a loop that it left.
         asked: How often all ranks' places in their loaders were asked for, as far as this rank knows.
     """
 
@@ -70,31 +70,31 @@ class TailLog(Announcer):
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
-        self._said: list[_codec.Encoded] = []  # announced, and not yet written
-        self._is_due = False  # whether all active ranks have announced some of it
-        self.in_window = False  # whether the batch of the step is a window of micro-batches
-        self._heard: deque[_records.Announcement] = deque()  # read, and not yet answered
-        self._asides = 0  # answered, before the next record of the log
+        """Reset to the state before the first step."""
+        self._said: list[_codec.Encoded] = []  # announcements not yet written
+        self._is_due = False  # whether some of them are made by all active ranks
+        self.in_window = False  # whether the step's batch is a window of micro-batches
+        self._heard: deque[_records.Announcement] = deque()  # announcements read but not yet answered
+        self._asides = 0  # the number answered before the next record of the log
         self.on_all = 0
         self.has_to_meet = False
-        self.still = False  # whether nothing has been announced since the tail began
-        self._counts = False  # what it announces is compared with the other active ranks'
+        self.still = False  # whether nothing has been announced since the tail started
+        self._counts = False  # whether its announcements are compared with the other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
 
     def open(self, channel: Channel) -> None:
-        """Speak over another channel."""
+        """Use another channel."""
         self.channel = channel
         self._subgroups = Subgroups(channel, self.members.global_ranks, self.members.rank)
         self.agreement = Agreement(channel)
-        # Weakly: a thread of the channel must not keep this object, and through it the group.
+        # A weak reference: a thread of the channel must not keep this object, and through it the group, alive.
         status = weakref.WeakMethod(self._status)
         channel.status = lambda: (method := status()) and method()
         channel.explain = explain
 
     def close(self) -> None:
-        """Remove all that was installed, and what refers to this or to who made it: both refer to the group."""
+        """Remove all hooks, and all references to and from this object that would keep the group alive."""
         self.tap.remove()
         while self.participants:
             self.participants.pop().exit()
@@ -106,16 +106,16 @@ class TailLog(Announcer):
         return CollectiveTap(self._announce_collective, self._has_joined, self.backwards, self._before_collective)
 
     def models(self) -> list[LoopModel]:
-        """Return the parts of models."""
+        """Return the participants that are models."""
         return [cast(LoopModel, each) for each in self.participants if each.is_model]
 
     def check_backwards_ended(self) -> None:
-        """See `LoopModel.check_backward_ended`; called where this rank has no batch, before it waits for others."""
+        """See `LoopModel.check_backward_ended`; called when this rank has no batch, before it waits for others."""
         for model in self.models():
             model.check_backward_ended()
 
     def remember_gradients(self) -> None:
-        """Note what gradients there are, as long as all ranks have done the same."""
+        """Note the current gradients, while all ranks are still in step."""
         if not self.members.announces:
             for model in self.models():
                 model.remember()
@@ -154,9 +154,9 @@ class TailLog(Announcer):
             self._said.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:
-        """Tell the joined ranks what the lowest active rank does now, and the other ones may do or not.
+        """Announce to joined ranks an action of the lowest active rank that other active ranks may not share.
 
-        It has no number in the log, which the active ranks count in common.
+        It has no number in the log, whose records the active ranks count in common.
         """
         if self.meet() and self.members.leads:
             keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
@@ -164,7 +164,7 @@ class TailLog(Announcer):
             self.channel.post(key, ([(index, kind, payload)], self.members.active))
 
     def tell(self) -> None:
-        """Write what has been announced."""
+        """Write the announcements."""
         if self._is_due:
             if self._subgroups.groups:
                 self._subgroups.mark(self.members.active)
@@ -176,7 +176,7 @@ class TailLog(Announcer):
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
-        """Put around what joined ranks do too, of their own accord, in the midst of a step."""
+        """Put around a part of a step that joined ranks also run by themselves, without an announcement."""
         self.on_all += 1
         try:
             with self.tap.ignoring():
@@ -186,7 +186,7 @@ class TailLog(Announcer):
 
     @contextmanager
     def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
-        """Put around what all ranks do to what takes part; joined ones hear of it by an active one's `announce`."""
+        """Put around changes that all ranks make to participants; an active rank's `announce` starts joined ranks."""
         if self.meet():
             for each in self.participants:
                 each.before_all_ranks()
@@ -198,7 +198,7 @@ class TailLog(Announcer):
 
     @contextmanager
     def listening(self, tap: CollectiveTap) -> Iterator[None]:
-        """Listen by another tap inside."""
+        """Use another tap inside."""
         self.tap.remove()
         self.tap = tap
         tap.install()
@@ -209,17 +209,17 @@ class TailLog(Announcer):
             self.tap = self._new_tap()
 
     def change(self, active: tuple[int, ...]) -> None:
-        """Go on with these ranks."""
+        """Continue with these active ranks."""
         members = self.members
         if active != members.active:
-            self._is_due = self._is_due or members.announces  # what the lowest rank has announced alone, too
-            self.tell()  # as long as it is the same rank that writes
+            self._is_due = self._is_due or members.announces  # also what only the lowest rank has announced
+            self.tell()  # while the same rank still writes
             if not members.joined and members.uneven and set(active) < set(members.active):
                 self.agreement.note_change(members.rank, members.active, active)
         members.change(active)
 
     def begin_tail(self) -> None:
-        """Begin a tail on an active rank; all active ranks call this."""
+        """Start a tail on an active rank; all active ranks call this."""
         self.members.take_role(Role.TAIL)
         self._counts = True
         self._subgroups.find(self.members.before)
@@ -231,10 +231,10 @@ class TailLog(Announcer):
         self.tap.install()
 
     def end_tail(self, still: bool = False) -> list[Any]:
-        """Tell the joined ranks, on the last active ones, that the tail is over; return the closing messages.
+        """Announce the end of the tail, on the last active ranks; return the closing messages.
 
         Args:
-            still: Whether nobody has made a step in it.
+            still: Whether no rank has made a step in it.
         """
         words = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
@@ -244,7 +244,7 @@ class TailLog(Announcer):
         return words
 
     def leave_tail(self) -> None:
-        """This rank announces no more."""
+        """Stop announcing on this rank."""
         if self.members.announces:
             self.members.take_role(Role.EVEN)
             self._counts = False
@@ -255,17 +255,17 @@ class TailLog(Announcer):
     # ------------------------------------------------------------ on a joined rank
 
     def join(self) -> None:
-        """Leave the active ranks; they take up the log where this rank begins to follow it."""
+        """Leave the active ranks; they note the log position from which this rank follows."""
         self.leave_tail()
         self.tap.remove()
         self._subgroups.find(self.members.before)
         self._subgroups.mark(self.members.before)
 
     def follow(self, until: str) -> Any:
-        """Do what the active ranks announce, with nothing, until a record that is no participant's kind; return it.
+        """Follow the active ranks' announcements, with neutral values, up to an `until` record; return its payload.
 
         Raises:
-            JoinError: No active rank can have written what is there.
+            JoinError: No active rank can have written a record.
         """
         self.members.take_role(Role.SERVING)
         try:
@@ -278,10 +278,10 @@ class TailLog(Announcer):
             self.members.take_role(Role.EVEN)
 
     def follow_to(self, index: int, kind: str) -> None:
-        """Do, amid a record, what the active ranks announce, until a participant announces this.
+        """Follow announcements, in the middle of a record, until a participant makes this one.
 
         Raises:
-            JoinError: No active rank can have written what is there.
+            JoinError: No active rank can have written a record.
         """
         while True:
             of, what, payload = self._next()
@@ -302,12 +302,12 @@ class TailLog(Announcer):
         return self._heard.popleft()
 
     def _take_asides(self, number: int) -> None:
-        """Answer what was announced aside before a record of the log."""
+        """Answer the announcements made aside before a record of the log."""
         while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
             self._asides += 1
             said, active = self.channel.read(key, of=_records.RECORD)
             if self.members.rank in active:
-                continue  # it has done so itself before it joined
+                continue  # this rank did so itself before it joined
             _records.check_record(said, active, len(self.participants), self.members.active)
             for announcement in said:
                 self._answer(*announcement)
@@ -348,18 +348,18 @@ class TailLog(Announcer):
     # ------------------------------------------------------------ collectives, and checks
 
     def begin_step(self, active: tuple[int, ...]) -> None:
-        """Go on, in lockstep, to a step of these ranks; every rank calls this."""
+        """Move, in lockstep, to a step of these ranks; every rank calls this."""
         members = self.members
         before = members.active
-        # Where a rank is active again, it has not heard what the others announced since.
+        # A rank that is active again has not received the others' announcements since it joined.
         if len(active) < members.world_size and (not members.uneven or not set(active) <= set(before)):
-            before = tuple(range(members.world_size))  # as if all had been: who was at the last record says nothing now
+            before = tuple(range(members.world_size))  # as if all were active: the last record's ranks no longer matter
             self._subgroups.find(before)
             self.agreement.begin()
         if members.rank in before and members.rank not in active:
             self._subgroups.mark(before)
         self.change(active)
-        # Also in the backward that follows a step, where a collective that one rank alone has issued goes wrong.
+        # Also in the backward after a step, where a collective issued by one rank alone fails.
         self._counts = members.uneven and not members.joined
 
     def _announce_collective(self, call: Call) -> None:
