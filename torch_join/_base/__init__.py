@@ -1,4 +1,4 @@
-"""What everything else stands on: errors, how gradients are weighted, what a tensor looks like.
+"""The foundations of all other packages: errors, the weighting of gradients, descriptions of tensors.
 
-Begin with: `weighting.py`, then `membership.py`: who is active, and what a rank does for the others.
+Begin with: `weighting.py`, then `membership.py`: who is active, and a rank's role for the others.
 """

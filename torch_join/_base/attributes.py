@@ -1,4 +1,4 @@
-"""Attributes that are other ones for a while."""
+"""Attributes that are replaced for a while."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def setting(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object, a class or a module inside; then it has its own again, or none where it had none."""
+    """Set attributes of an object, a class or a module inside; afterwards restore, or remove, its own."""
     properties = [name for name in attributes if hasattr(getattr_static(type(owner), name, None), "__set__")]
     before = {name: getattr(owner, name) for name in properties}
     before |= {name: vars(owner)[name] for name in attributes if name not in before and name in vars(owner)}
@@ -27,7 +27,7 @@ def setting(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def replace(owner: Any, **attributes: Any) -> Callable[[], None]:
-    """Set attributes as `setting` does, and return what ends that."""
+    """Set attributes as `setting` does; return a function that restores them."""
     inside = ExitStack()
     inside.enter_context(setting(owner, **attributes))
     return inside.close

@@ -1,24 +1,24 @@
 """Whether a generator that is being closed was left on purpose, or by an exception.
 
-Python closes a generator in the same way after a `break`, and when an exception passes through the `for` that goes
-through it; it hides that exception meanwhile. What differs is the instruction at which the code stands that drops the
-generator: one that raises is never one of those that do nothing but drop a value.
+Python closes a generator in the same way after a `break`, and when an exception passes through the `for` loop over it;
+meanwhile it hides that exception. The difference is the current instruction of the code that drops the generator: an
+instruction that raises is never one that only drops a value.
 """
 
 import dis
 import sys
 from types import FrameType
 
-# `break` and `return`; the end of a `zip` or an `islice` around it; `del`. Not a store: at the end of an `except` a
-# store drops the exception, and with it the frames that may hold the generator. Seen in Python 3.11. What cannot be
-# told from the end of a `zip` is one whose other iterator raises, and a `map` whose function does.
+# `break` and `return`; the end of a `zip` or an `islice` around it; `del`. Not a store: at the end of an `except`, a
+# store drops the exception, and so the frames that may hold the generator. Seen in Python 3.11. The end of a `zip`
+# looks the same if its other iterator raises, and so does that of a `map` whose function raises.
 _DROPS = {"POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER", "DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "DELETE_DEREF"}
-# Where a generator around it stands that is itself being closed.
+# The instructions of a generator around it that is itself being closed.
 _YIELDS = {"YIELD_VALUE", "YIELD_FROM", "RESUME", "SEND"}
 
 
 def is_left_on_purpose() -> bool:
-    """Return, in a generator that is being closed, whether it was no exception; call it in its own frame."""
+    """Return, in the frame of a generator that is being closed, whether this is not due to an exception."""
     frame = sys._getframe(1).f_back
     while frame is not None and _instruction(frame) in _YIELDS:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Which device a rank works on, and how little it waits for it."""
+"""Which device a rank works on, with few waits for that device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary
 
 
 def use_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Note the device that this rank's part of a group works on, which need not be the current one.
+    """Note the device that this rank uses for a group, which need not be the current one.
 
-    What ranks tell each other names kinds of devices, since each has its own; whoever has not called
-    `torch.cuda.set_device` is on the first one otherwise, as all ranks of its machine are.
+    Messages between ranks name kinds of devices only, since each rank has its own; without this, a rank that has not
+    called `torch.cuda.set_device` would use the first device, as would all ranks of its machine.
     """
     if dist.is_initialized():
         _devices[group or cast(dist.ProcessGroup, dist.group.WORLD)] = device
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that this rank's part of a group works on, the CPU as long as nobody has noted another."""
+    """Return the device that this rank uses for a group: the CPU unless another one was noted."""
     known = _devices.get(group or cast(dist.ProcessGroup, dist.group.WORLD)) if dist.is_initialized() else None
     return known or torch.device("cpu")
 
 
 def current_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that this rank's part of a group works on, the current one as long as nobody has noted any."""
+    """Return the device that this rank uses for a group: the current one unless another one was noted."""
     known, accelerator = device_of(group), torch.accelerator.current_accelerator()
     if known.type != "cpu" or accelerator is None:
         return known
@@ -39,7 +39,7 @@ def current_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def on_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
-    """Make the device on which this rank's part of a group works the current one inside."""
+    """Make the device that this rank uses for a group the current one inside."""
     device = device_of(group)
     if device.type == "cpu":
         return nullcontext()
@@ -49,7 +49,7 @@ def on_device(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the elements of each tensor, with one transfer for each device (and dtype), however many there are."""
+    """Return the elements of each tensor, with only one transfer for each device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         alike[tensor.device, tensor.dtype].append(index)

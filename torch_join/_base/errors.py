@@ -8,7 +8,7 @@
     ├── PeerFailedError               another rank failed; the message says which and why
     └── JoinTimeoutError (TimeoutError)  another rank did not answer in time
 
-    JoinWarning (UserWarning)         what works, but perhaps not as meant
+    JoinWarning (UserWarning)         the set-up works, but perhaps not as intended
     ├── JoinDriftWarning              ranks hold different states, or a value of some ranks' batches alone
     ├── JoinDataWarning               samples are left out, trained on twice, or read in another order
     ├── JoinPerformanceWarning        it takes longer than it has to
@@ -46,8 +46,8 @@ class PeerFailedError(JoinError):
     """Another rank failed; the message says which and why.
 
     Attributes:
-        rank: Its number in the job, or `None` where that is not known.
-        reason: Why, as that rank says, or others of it.
+        rank: The failed rank's number in the job, or `None` if that is not known.
+        reason: The cause, as that rank or others report it.
     """
 
     def __init__(self, message: str, rank: int | None = None, reason: str = "") -> None:
@@ -61,11 +61,11 @@ class JoinTimeoutError(JoinError, TimeoutError):
 
 
 class JoinWarning(UserWarning):
-    """What works, but perhaps not as meant."""
+    """The set-up works, but perhaps not as intended."""
 
     @classmethod
     def warn(cls, text: str) -> None:
-        """Warn at the line of the user's code that has led here; at the outermost one, where none of it has."""
+        """Warn at the line of user code that led here, or at the outermost line if there is none."""
         frame = sys._getframe(1)
         while frame.f_back and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_USERS:
             frame = frame.f_back
@@ -99,7 +99,7 @@ _NOT_USERS = frozenset(f"{_OURS} {_FRAMEWORKS}".split())
 
 
 def raise_any(error: BaseException | None) -> None:
-    """Raise an error, if there is one, of which no frame that it passes has a name: they would keep each other."""
+    """Raise an error, if there is one, without keeping it in a frame's variable: that would be a reference cycle."""
     try:
         if error is not None:
             raise error
@@ -113,7 +113,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else "ranks " + ", ".join(map(str, names))
 
 
-# At the end of training, where others may say what they were given to a next `with`.
+# Sent at the end of training, in place of the list of objects that ranks send at the start of a `with`.
 ENDS = ["(the end of training)"]
 DECIDE = (
     "Decide on it after the loop, to which all ranks come, and do not `break` out of all epochs by what a rank that has"
@@ -123,10 +123,10 @@ DECIDE = (
 
 
 def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None:
-    """Compare what ranks have said at the begin of a `with`.
+    """Compare the ranks' messages at the start of a `with`.
 
     Raises:
-        JoinError: Some have ended their training, and others begin a `with`.
+        JoinError: Some ranks have ended their training, and others start a `with`.
     """
     ended = [name for name, words in zip(names, said, strict=True) if words == ENDS]
     if ended and len(ended) < len(said):

@@ -1,10 +1,10 @@
 """Whether the ranks' optimizers still have the same hyperparameters.
 
-Two things make them differ. A rank that has joined does not run the user's code, and does not see what the others
-gather after that: what it decides then (a learning rate, from a metric of a loop that was uneven), it decides
-otherwise. And a schedule over a rank's own number of batches differs from the first step on, which the handover at
-the end of each loop would hide. So all compare where they meet anyway, and those that have come so far where one of
-them joins: there all end with the error, and none waits for another that has ended with it.
+They differ for two reasons. A joined rank does not run user code, and does not see what the others gather from then on,
+so a decision made there (a learning rate, from a metric of an uneven loop) differs. And a schedule over a rank's own
+number of batches differs from the first step, which the handover at the end of each loop would hide. So all ranks
+compare where they meet anyway, and those that were active compare when one of them joins: there, all raise the error,
+and none waits for a rank that has already raised it.
 """
 
 import math
@@ -17,29 +17,29 @@ from torch_join._base.errors import JoinError
 
 _SIMPLE = (bool, int, float, str)
 _Simple = float | bool | str | None  # an `int` is a `float`, too
-Hyperparameters = list[tuple[str, _Simple | tuple[_Simple, ...]]]  # name and value of each
-# Some optimizers compute one (Prodigy and D-Adaptation their `d`), and the last bits of that depend on the number of
-# threads, for example. A schedule that differs does so by far more.
+Hyperparameters = list[tuple[str, _Simple | tuple[_Simple, ...]]]  # names and values
+# Some optimizers compute one (Prodigy and D-Adaptation their `d`), whose last bits may depend on the number of threads,
+# for example. Schedules that differ do so by far more.
 _TOLERANCE = 1e-6
-Words = list[tuple[int, Hyperparameters]]  # of a rank's last steps, by their number
+Words = list[tuple[int, Hyperparameters]]  # a rank's last steps, with their numbers
 
 
 def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
-    """Return the name and value of each, of all optimizers among `objects`."""
+    """Return the names and values of all hyperparameters of the optimizers among `objects`."""
     named = _named(objects)
     return _described(named, [optimizer.param_groups for _, optimizer in named])
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what each group of an optimizer holds besides its parameters, for `take_group_options`."""
+    """Return each group of an optimizer without its parameters, for `take_group_options`."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
-    """Put what another rank's `group_options` are into the groups of an optimizer: tensors where they replace some.
+    """Put another rank's `group_options` into the groups of an optimizer, on the devices of the tensors replaced.
 
     Raises:
-        ValueError: It has another number of groups.
+        ValueError: The optimizer has another number of groups.
     """
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
@@ -48,16 +48,16 @@ def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> 
 
 
 def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
-    """Compare what the ranks have.
+    """Compare the ranks' hyperparameters.
 
     Args:
-        everyone: By rank.
-        names: What errors call these ranks.
+        everyone: The hyperparameters, by rank.
+        names: The ranks' names in errors.
 
     Raises:
         JoinError: Some differ.
     """
-    if all(values is everyone[0] for values in everyone):  # as `gather` returns what is the same
+    if all(values is everyone[0] for values in everyone):  # `gather` returns one object for equal values
         return
     for values in zip(*everyone, strict=False):
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
@@ -70,16 +70,16 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
 
 
 class Steps:
-    """The hyperparameters at the begin of this rank's last two steps in a loop.
+    """The hyperparameters at the start of this rank's last two steps in a loop.
 
-    A rank that joins has begun one step less than the others when they find out, or as many. And in between, code
-    after a loop or at the top of the next step may have changed what there is now.
+    When the ranks find out that a rank joins, it has started one step less than the others, or the same number. And
+    code after a loop, or at the top of the next step, may have changed hyperparameters since.
 
     Args:
-        objects: Everything that was given to `Join`.
+        objects: Everything passed to `Join`.
 
     Attributes:
-        now: Whether this rank has only just begun its last step.
+        now: Whether this rank has only just started its last step.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -88,28 +88,28 @@ class Steps:
         self.forget()
 
     def forget(self) -> None:
-        """Begin another loop."""
+        """Start another loop."""
         self.now = False
         self._begun = 0
         self._last: list[tuple[int, list[list[dict[str, Any]]]]] = []
-        self._changing: list[tuple[int, int, str]] = []  # optimizer, group and name of what may change in place
-        self._counts: list[int] = []  # of the groups of each optimizer, when these were found
+        self._changing: list[tuple[int, int, str]] = []  # optimizer, group and name of values that may change in place
+        self._counts: list[int] = []  # each optimizer's number of groups when these were found
 
     def begin(self) -> None:
-        """Note what there is at the begin of a step."""
+        """Note the hyperparameters at the start of a step."""
         self.now = True
         self._begun += 1
         self._last = [*self._last[-1:], (self._begun, self._copies())]
 
     def skip(self) -> None:
-        """Begin a step before which, and in which, nobody can join."""
+        """Start a step in which, and before which, no rank can join."""
         self.now = True
         self._begun += 1
 
     def _copies(self) -> list[list[dict[str, Any]]]:
-        """Return copies of all groups, whose values stay as they are.
+        """Return copies of all groups, whose values no longer change.
 
-        In each step, of perhaps hundreds of groups: so what may change in place is looked for once in a loop.
+        There may be hundreds of groups in each step, so values that may change in place are found once per loop.
         """
         copies = [[group.copy() for group in optimizer.param_groups] for _, optimizer in self._named]
         if (counts := list(map(len, copies))) != self._counts:
@@ -127,17 +127,17 @@ class Steps:
         return copies
 
     def words(self, late: bool) -> Words:
-        """Return what other ranks need for `compare`.
+        """Return the values that other ranks need for `compare`.
 
         Args:
-            late: Whether something may have changed since the last step's begin.
+            late: Whether a value may have changed since the start of the last step.
         """
-        # Of what began to change in place within the loop there is no copy, only what it holds now.
+        # A value that began to change in place within the loop has no copy, only its current value.
         newest = self._begun if self.now and not late else -1
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
     def compare(self, everyone: Mapping[int, Words]) -> None:
-        """Compare what ranks, by name, which may be some, had at the begin of the same steps.
+        """Compare the hyperparameters of some ranks, by name, at the start of the same steps.
 
         Raises:
             JoinError: Some differ.
@@ -168,7 +168,7 @@ class Steps:
 
 
 def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return each optimizer, and a name for it."""
+    """Return each optimizer, with a name."""
     optimizers = [thing for thing in objects if hasattr(thing, "param_groups")]
     kinds = [type(thing).__name__ for thing in optimizers]
     return [
@@ -178,13 +178,13 @@ def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _OnDevice(NamedTuple):
-    """A copy of a number on another device, which is waited for when it is compared, and not in each step."""
+    """A copy of a number on another device, which is read only when it is compared, and not in each step."""
 
     copy: Tensor
 
 
 def _read(value: Any) -> Any:
-    """Return what a value that may change in place holds now: a number, a list of numbers."""
+    """Return the current value of a number, or list of numbers, that may change in place."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item() if value.device.type == "cpu" else _OnDevice(value.detach().clone())
     if type(value) is list and value and all(type(part) in (bool, int, float) for part in value):
@@ -195,7 +195,7 @@ def _read(value: Any) -> Any:
 def _described(
     named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Mapping[str, Any]]], is_now: bool = True
 ) -> Hyperparameters:
-    """Return the hyperparameters in `groups` by name; what may have changed in place since only if they are of now."""
+    """Return the hyperparameters in `groups` by name; values that change in place only if `groups` are current."""
     described: Hyperparameters = []
     for (label, _), groups_of_it in zip(named, groups, strict=True):
         for index, group in enumerate(groups_of_it):
@@ -211,7 +211,7 @@ def _described(
 
 
 def _comparable(value: Any) -> Any:
-    """Return `value` as what can be sent and compared, `None` if it cannot."""
+    """Return `value` in a form that can be sent and compared, or `None`."""
     if type(value) in _SIMPLE:
         return value
     if isinstance(value, tuple):
@@ -222,7 +222,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same, but for rounding: zero, NaN and infinity are like themselves alone."""
+    """Whether two values are equal up to rounding; zero, NaN and infinity equal only themselves."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_are_alike, one, other))
     if isinstance(one, float) and isinstance(other, float):

@@ -1,4 +1,4 @@
-"""Which ranks take part in a step, and what follows from it for this rank."""
+"""Which ranks take part in a step, and this rank's role in it."""
 
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -17,18 +17,18 @@ from torch_join._base.weighting import (
 
 
 class Role(Enum):
-    """What a rank does for the others."""
+    """A rank's role for the other ranks."""
 
-    EVEN = "even"  # nothing: all ranks have an input
-    TAIL = "tail"  # it has an input, and announces what it does to those that have none
-    SERVING = "serving"  # it has none, and follows what the others announce
+    EVEN = "even"  # none: all ranks have an input
+    TAIL = "tail"  # it has an input, and announces its actions to ranks that have none
+    SERVING = "serving"  # it has no input, and follows the announcements
 
 
 class MeetingPoint(Enum):
-    """Where in a step of a loop of the user's the ranks find out who is active."""
+    """Where in a step of a user's loop the ranks find out who is active."""
 
-    TOP = "top"  # before any of the user's code
-    FIRST_USE = "first use"  # where a rank first does something that others take part in: it may leave before that
+    TOP = "top"  # before any user code
+    FIRST_USE = "first use"  # at a rank's first communication in the step: it may leave before that
     FORWARD = "forward"  # outside of `batches`, at a model's forward
 
 
@@ -42,22 +42,22 @@ class Membership:
         sizes: Returns a batch's number of samples.
 
     Attributes:
-        meets_late: Whether ranks meet in every step, at its `MeetingPoint.FIRST_USE`: where one may leave a loop in any
-            step, and where batches are counted.
-        count: Returns what a batch counts; `None` where the weighting needs no count.
+        meets_late: Whether ranks meet in every step, at its `MeetingPoint.FIRST_USE`: if ranks may leave a loop in any
+            step, or if batches are counted.
+        count: Returns the count of a batch; `None` if the weighting needs no count.
         rank: This rank in the group.
-        global_ranks: The group's ranks, as torch numbers them in the whole job.
+        global_ranks: The group's ranks, with torch's numbers in the whole job.
         active: The ranks that have an input.
-        before: Those that had one at the step before.
-        leader: The lowest active rank, which speaks for all; once all have joined, the one whose state all take.
-        role: What this rank does for the others; set by `take_role`.
-        announces: Whether this rank is active and another one has joined, which it tells what comes next.
+        before: The ranks that had an input at the step before.
+        leader: The lowest active rank, which announces for all; after the tail, the rank whose state is handed over.
+        role: This rank's role for the others; set by `take_role`.
+        announces: Whether this rank is active and announces its actions, since another one has joined.
         serves: Whether this rank has joined and follows the others.
         joined: Whether this rank has run out of inputs.
         uneven: Whether some rank has no input at this step.
         leads: Whether this is the leader.
-        counted: What this rank's batch counts, where batches are counted.
-        total: That of all ranks.
+        counted: The count of this rank's batch, if batches are counted.
+        total: The sum of all ranks' counts.
         last_joiner: Whether this rank was among the last to run out of inputs, in a loop of a `LoopDriver`.
     """
 
@@ -84,7 +84,7 @@ class Membership:
         self.meets_late = may_break or self.count is not None
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
+        """Reset to the state before the first step."""
         self.all_active()
         self.before = self.active
         self.follow_leader(0)
@@ -93,28 +93,28 @@ class Membership:
         self.last_joiner = False
 
     def all_active(self) -> None:
-        """All ranks have an input again: a tail is over."""
+        """Note that all ranks have an input again: a tail is over."""
         self._set_active(tuple(range(self.world_size)))
 
     def change(self, active: tuple[int, ...]) -> None:
-        """Go on to another step, with these ranks."""
+        """Move to the next step, with these ranks."""
         self.before = self.active
         self._set_active(active)
         if active:
             self.follow_leader(active[0])
 
-    # What follows is asked for many times in a step of the tail, so that it is kept.
+    # The following values are read many times in a step of the tail, so they are stored.
 
     def _set_active(self, active: tuple[int, ...]) -> None:
         self.active = active
         self.joined, self.uneven = self.rank not in active, len(active) < self.world_size
 
     def follow_leader(self, leader: int) -> None:
-        """Note which rank speaks for all."""
+        """Note the rank that announces for all."""
         self.leader, self.leads = leader, self.rank == leader
 
     def take_role(self, role: Role) -> None:
-        """Go on with another role."""
+        """Change to another role."""
         self.role, self.announces, self.serves = role, role is Role.TAIL, role is Role.SERVING
 
     @property
@@ -124,28 +124,28 @@ class Membership:
 
     @property
     def joined_names(self) -> list[int]:
-        """What errors call them."""
+        """Their names in errors."""
         return self.named(self.joined_ranks)
 
     @property
     def name(self) -> int:
-        """What errors call this rank."""
+        """This rank's name in errors."""
         return self.global_ranks[self.rank]
 
     def named(self, ranks: Iterable[int]) -> list[int]:
-        """Return what errors call these ranks: as torch numbers them in the whole job."""
+        """Return the names of these ranks in errors: torch's numbers in the whole job."""
         return [self.global_ranks[rank] for rank in ranks]
 
     @property
     def loss_factor(self) -> float:
-        """What to multiply this rank's gradients with, as DDP divides their sum by the world size."""
+        """The factor for this rank's gradients, given that DDP divides their sum by the world size."""
         return loss_factor(self.weighting, self.world_size, len(self.active), self.counted, self.total)
 
     def count_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return what a step counts of which only the arguments of a forward are seen; where batches are counted.
+        """Return the count of a step of which only the arguments of a forward are seen; used if batches are counted.
 
         Raises:
-            UnsupportedError: Only a function of the user's knows what the step's batch counts.
+            UnsupportedError: The count is a user's function of the batch, which is not seen here.
         """
         if not torch.is_grad_enabled():
             return 0 if callable(self.weighting) else count_samples((args, kwargs))
@@ -153,5 +153,5 @@ class Membership:
         return count_samples((args, kwargs))
 
     def has_joined(self, global_rank: int) -> bool:
-        """Whether a rank of the whole job is one of the group's that have run out of inputs."""
+        """Whether a rank, by its number in the whole job, is in the group and has run out of inputs."""
         return global_rank in self.global_ranks and self.global_ranks.index(global_rank) not in self.active

@@ -1,8 +1,8 @@
-"""Whether a framework still has the private names that this project relies on.
+"""Checks that a framework still has the private names that this project relies on.
 
-Compat modules say which, as they are imported. What has gone is told by one error, which says what was seen to work,
-and not by an `AttributeError` from inside of a hook, in the midst of a training. A framework that is newer than any
-that was seen to have them is used, with a warning.
+Compat modules list these names as they are imported. If one is gone, a single error reports it, with the versions that
+work, instead of an `AttributeError` from inside a hook in the middle of training. A framework that is newer than all
+tested versions is used, with a warning.
 """
 
 import dis
@@ -19,22 +19,22 @@ from typing import Any
 
 from torch_join._base.errors import JoinWarning, UnsupportedError
 
-TORCH = "2.6 to 2.14"  # seen to have what is needed
+TORCH = "2.6 to 2.14"  # the versions tested
 
 
 def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
-    """Check that a framework has what is needed of it.
+    """Check that a framework has the names that this project needs.
 
     Args:
         framework: Its package.
-        seen: The versions that were seen to have all of it.
-        needed: By class or module, the names that its objects must have, with spaces between.
+        seen: The versions that were seen to have all of the names.
+        needed: By class or module, the names that its objects must have, separated by spaces.
 
     Warns:
         JoinWarning: Once in a job, if the installed version is newer than those.
 
     Raises:
-        UnsupportedError: It lacks some.
+        UnsupportedError: Some names are missing.
     """
     missing = [
         f"{owner.__name__}.{name}" for owner, names in needed.items() for name in names.split() if not _has(owner, name)
@@ -49,7 +49,7 @@ _judged: set[str] = set()
 
 
 def _warn_of_newer(framework: str, seen: str) -> None:
-    """Warn in the first process of a job, going by the launcher's environment variables."""
+    """Warn in the first process of a job, according to the launcher's environment variables."""
     first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK"))
     if framework in _judged or not first or parent_process() is not None:
         return
@@ -66,11 +66,11 @@ def _warn_of_newer(framework: str, seen: str) -> None:
 
 @contextmanager
 def naming_missing(seen: str, *packages: str) -> Iterator[None]:
-    """Put around imports: where a name of one of these packages is not there, the error is that of `check_names`.
+    """Put around imports: if one of these packages lacks a name, raise the error of `check_names`.
 
     Args:
         seen: As for `check_names`.
-        packages: The framework's first.
+        packages: The packages; the framework's comes first.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def naming_missing(seen: str, *packages: str) -> Iterator[None]:
         of = owner if isinstance(owner, str) else getattr(owner, "__module__", getattr(owner, "__name__", ""))
         roots = {name.partition(".")[0] for name in packages}
         if of.partition(".")[0] not in roots or (of in roots and not getattr(error, "path", "inside")):
-            raise  # it is of another package, or this one is not installed
+            raise  # another package lacks the name, or this one is not installed
         raise _gone(packages[0], seen, str(error)) from error
 
 
@@ -94,12 +94,12 @@ def _gone(package: str, seen: str, what: str) -> UnsupportedError:
 def _release_of(framework: str) -> str:
     try:
         return version(framework)
-    except PackageNotFoundError:  # the `lightning_fabric` that is a part of `pytorch_lightning`
+    except PackageNotFoundError:  # the `lightning_fabric` inside `pytorch_lightning`
         return str(sys.modules[framework].__version__)
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether the objects of a class have an attribute, or a module has: it may be set in a method, or declared."""
+    """Whether a module, or the objects of a class, have an attribute, including ones set in a method or declared."""
     if hasattr(owner, name):
         return True
     kinds = owner.__mro__ if isinstance(owner, type) else (owner,)

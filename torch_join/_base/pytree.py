@@ -1,4 +1,4 @@
-"""The tree of plain values that stands for the state of an object."""
+"""The tree of plain values that represents the state of an object."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor."""
+    """Represents a tensor."""
 
     index: int
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Stands for the parameter at a place of an optimizer's groups, where it is the key of a dictionary."""
+    """Represents a parameter that is a dictionary key, by its place in an optimizer's groups."""
 
     group: int
     position: int
@@ -25,21 +25,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Keep:
-    """Stands for an object that every rank has one of its own of."""
+    """Represents an object of which every rank keeps its own."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Nested:
-    """The state of an object with `state_dict` and `load_state_dict` inside the state of another."""
+    """The state of an object with `state_dict` and `load_state_dict` inside another object's state."""
 
     tree: Any
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """Any other value, pickled; the tensors in it are numbered, and in these slots."""
+    """Any other value, pickled; `slots` are those of the tensors in it, which are numbered."""
 
     data: bytes
     slots: tuple[int, ...]
@@ -50,8 +50,8 @@ class Captured:
     """The state of one object.
 
     Attributes:
-        state: Its tree.
-        hints: What helps to restore it but is not a part of it.
+        state: The state's tree.
+        hints: Values that help to restore it but are not part of it.
     """
 
     state: Any
@@ -59,7 +59,7 @@ class Captured:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield where each leaf of a tree is, and the leaf: a `Slot`, bytes of what is pickled, or a plain value."""
+    """Yield the path of each leaf of a tree, and the leaf: a `Slot`, pickled bytes, or a plain value."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield from leaves(item, f"{path}[{key if isinstance(key, Place) else repr(key)}]")

@@ -1,6 +1,6 @@
-"""Structures that hold one row per sample: what batches and outputs are made of.
+"""Structures that hold one row per sample, such as batches and outputs.
 
-A tuple and a mapping hold others, which have names in errors: `rows['logits']`, `rows[0]`. A tensor holds a row per
+A tuple and a mapping hold other structures, which errors call `rows['logits']` or `rows[0]`. A tensor holds a row per
 sample along its first dimension. A list holds an object per sample.
 """
 
@@ -17,12 +17,12 @@ from torch_join._base.specs import flaw
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a tensor, or a list, is without its rows.
+    """The description of a tensor, or a list, without its rows.
 
     Attributes:
-        path: How errors call it.
-        dtype: Of a tensor; a list has none.
-        shape: Of a tensor's row.
+        path: Its name in errors.
+        dtype: A tensor's dtype; a list has none.
+        shape: The shape of a tensor's row.
         device: The type of a tensor's device.
     """
 
@@ -33,7 +33,7 @@ class Leaf:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row of a tensor has."""
+        """The size in bytes of a tensor's row."""
         assert self.dtype is not None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
@@ -48,8 +48,8 @@ class Rows:
 
     Attributes:
         tree: The structure, with a `Leaf` in place of each tensor and list.
-        values: These, by path.
-        count: How many rows each has.
+        values: The tensors and lists, by path.
+        count: The number of rows in each.
     """
 
     tree: Any
@@ -58,16 +58,16 @@ class Rows:
 
 
 def split(structure: Any, path: str = "rows", count: int | None = None) -> Rows:
-    """Take a structure apart.
+    """Split a structure into its leaves.
 
     Args:
         structure: Tuples and mappings of tensors and lists.
-        path: How errors call it.
-        count: How many samples it is of; by default as many as its first tensor or list has rows.
+        path: Its name in errors.
+        count: Its number of samples; by default the number of rows in its first tensor or list.
 
     Raises:
-        JoinTypeError: It holds something that has no rows.
-        JoinValueError: Something in it has another number of rows.
+        JoinTypeError: A part of it has no rows.
+        JoinValueError: A part of it has another number of rows.
     """
     values: dict[str, Any] = {}
     tree = _walk(structure, path, values)
@@ -107,7 +107,7 @@ def _walk(value: Any, path: str, values: dict[str, Any]) -> Any:
 
 
 def build(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Put a structure together again, of what is called so."""
+    """Rebuild a structure from its values by path."""
     if isinstance(tree, Leaf):
         return values[tree.path]
     if isinstance(tree, dict):
@@ -124,12 +124,12 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def check_alike(tree: Any, other: Any, names: Sequence[str]) -> None:
-    """Compare what two batches hold.
+    """Compare the structures of two batches.
 
     Args:
-        tree: That of one.
-        other: That of another.
-        names: How errors call the two.
+        tree: The structure of one.
+        other: The structure of the other.
+        names: The names of the two in errors.
 
     Raises:
         JoinValueError: They differ in more than their numbers of rows.

@@ -1,4 +1,4 @@
-"""A distributed sampler that neither pads nor drops; and what front ends say of theirs."""
+"""A distributed sampler that neither pads nor drops, and a warning that front ends give for others."""
 
 from collections.abc import Iterator, Sequence, Sized
 from typing import cast
@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, DistributedSampler
 class UnpaddedDistributedSampler(DistributedSampler[int]):
     """Show every sample exactly once per epoch, whatever the world size.
 
-    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch; only
-    the duplicates that it appends (or the samples that it drops) to make ranks even are missing, so
-    ranks may differ by one sample, and a rank has none where there are fewer samples than ranks.
+    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch, without
+    the duplicates that it appends (or the gaps where it drops samples) to make ranks even. So
+    ranks may differ by one sample, and with fewer samples than ranks some have none.
 
     Args:
         dataset: The dataset, which must have a length.
@@ -37,7 +37,7 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
         self.unpad()
 
     def unpad(self) -> None:
-        """Count this rank's samples anew, without padding."""
+        """Recompute this rank's number of samples, without padding."""
         self.total_size = len(cast(Sized, self.dataset))
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
@@ -52,13 +52,13 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
 
 
 def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: str = "") -> str | None:
-    """Return a warning if each rank's dataset is its own, as different lengths show, and is dealt out to all ranks.
+    """Return a warning if datasets of different lengths, so a shard for each rank, are each dealt out to all ranks.
 
     Args:
         samples: By rank, the length of the dataset that is dealt out; `None` without one.
-        dealer: What deals it out.
-        remedy: How to have it leave a loader as it is, as an imperative.
-        which: " of", and the loader's name, where there are several.
+        dealer: The sampler that deals it out.
+        remedy: How to turn that off for a loader, as an imperative.
+        which: " of", and the loader's name, if there are several.
     """
     known = [each for each in samples if each is not None]
     if len(known) < len(samples) or len({*known}) < 2:

@@ -1,4 +1,4 @@
-"""What a tensor is, apart from its contents; and these as bytes, as they lie in memory."""
+"""The description of a tensor without its contents; and its contents as bytes, as they lie in memory."""
 
 import ctypes
 import math
@@ -12,14 +12,14 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is, without its contents.
+    """The description of a tensor, without its contents.
 
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
         device: The type of its device.
-        stride: The strides of a dense tensor that is laid out like it.
-        expanded: The dimensions along which all elements are one in memory.
+        stride: The strides of a dense tensor with the same layout.
+        expanded: The dimensions along which all elements share memory.
     """
 
     shape: tuple[int, ...]
@@ -36,12 +36,12 @@ class TensorSpec:
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """The shape of what `storage_view` returns of it: that in which its contents travel."""
+        """The shape of `storage_view`, in which the contents are sent."""
         return tuple(1 if d in self.expanded else self.shape[d] for d in self._order)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its contents, elements that are one in memory counted once."""
+        """The size in bytes of the contents; elements that share memory count once."""
         return math.prod(self.storage_shape) * self.dtype.itemsize
 
     @property
@@ -70,7 +70,7 @@ class TensorSpec:
 
 
 def flaw(tensor: Tensor) -> str | None:
-    """Say why the contents of `tensor` cannot be copied as bytes, if they cannot."""
+    """Return why the contents of `tensor` cannot be copied as bytes, or `None` if they can."""
     if is_lazy(tensor):
         return "is not initialized (run a forward first)"
     if tensor.layout != torch.strided:
@@ -83,13 +83,13 @@ def flaw(tensor: Tensor) -> str | None:
 
 
 def expanded_dimensions(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions along which all elements of `tensor` are one in memory."""
+    """Return the dimensions along which all elements of `tensor` share memory."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(dimension for dimension, (size, stride) in enumerate(sizes) if stride == 0 and size > 1)
 
 
 def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """View `tensor` without repeated elements and in the order of `spec`'s memory: contiguous if it is laid out so."""
+    """View `tensor` without repeated elements and in the memory order of `spec`: contiguous if it is laid out so."""
     view = tensor.detach()
     for dimension in expanded_dimensions(tensor):
         view = view.narrow(dimension, 0, 1)
@@ -97,25 +97,25 @@ def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def flat_elements(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor` in order, in one dimension: a view of it where they lie in memory so."""
+    """Return the elements of `tensor` in order, in one dimension: a view if memory has that order, else a copy."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed then.
+    # A tensor of one element counts as contiguous with any stride, but then its bytes cannot be viewed.
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor` in order, as bytes: its own memory where they lie in it so, else a copy."""
+    """Return the elements of `tensor` in order, as bytes: a view if memory has that order, else a copy."""
     return flat_elements(tensor).view(torch.uint8)
 
 
 def copied_bytes(data: Tensor) -> bytes:
-    """Return a copy of what `raw_bytes` gives, of a tensor on the CPU."""
-    # Not by `tensor.numpy()`: numpy may not be there.
+    """Return a copy of the bytes that `raw_bytes` returned for a tensor on the CPU."""
+    # Not by `tensor.numpy()`: numpy may not be installed.
     return ctypes.string_at(data.data_ptr(), data.numel())
 
 
 def raw_words(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor` in order as the longest integers that they can be viewed as: fewer to go through."""
+    """Return the bytes of `tensor` in order, viewed as the longest possible integers, so that there are fewer."""
     data = raw_bytes(tensor)
     for word in (torch.int64, torch.int32, torch.int16):
         if data.numel() % word.itemsize == 0 and data.storage_offset() % word.itemsize == 0:

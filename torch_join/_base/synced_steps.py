@@ -1,7 +1,7 @@
-"""At which steps of a loop a rank has synced gradients, and whether ranks have averaged those of different steps.
+"""The steps of a loop in which a rank has synced gradients, and whether different steps were averaged together.
 
-Where lengths are certain ranks do not meet in a step, and DDP averages each rank's k-th backward with the others' k-th:
-a rank that leaves one out goes on with the gradients of a later step.
+With certain lengths, ranks do not meet in a step, and DDP averages each rank's k-th backward with the others' k-th: a
+rank that skips one gets the gradients of a later step from then on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from torch_join._base.errors import name_ranks
 
 _MOST = 64
-Synced = tuple[list[tuple[int, int]], int]  # see `SyncedSteps`: the gaps, and the last
+Synced = tuple[list[tuple[int, int]], int]  # see `SyncedSteps`: `gaps` and `last`
 
 
 class SyncedSteps:
-    """Those of this rank, in a loop.
+    """The steps of a loop in which this rank has synced.
 
     Attributes:
-        gaps: Of steps without: each one's first, and the next step in which it has synced. The first few dozen.
-        last: The last step, as far as these go.
+        gaps: The first few dozen gaps: the first step without a sync, and the next step with one.
+        last: The last step that this covers.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class SyncedSteps:
         self.last = -1
 
     def end_gap(self, step: int) -> None:
-        """Note that this rank syncs in a step, and did not in those since the last."""
+        """Note that this rank syncs in a step, but did not in the steps since the last sync."""
         if len(self.gaps) < _MOST:
             self.gaps.append((self.last + 1, step))
             self.last = step
 
 
 def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
-    """Return what to say of ranks that have synced at different steps, and since then each one's next with another's.
+    """Return an addition to an error: some ranks have synced at different steps, and mixed gradients since then.
 
     Args:
         said: By rank, its `SyncedSteps`.

@@ -1,4 +1,4 @@
-"""How much the gradient of each active rank counts, and what its batch counts."""
+"""The weight of each active rank's gradient, and the count of its batch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 
-Count: TypeAlias = Callable[[Any], float]  # gets a batch
+Count: TypeAlias = Callable[[Any], float]  # called with a batch
 _Name = Literal["world", "active", "samples"]
 Weighting: TypeAlias = _Name | Count
 # What signatures have for a default. It is an object of its own: a "world" that is given may contradict torch's name.
@@ -26,13 +26,13 @@ class Window(list[Any]):
 def resolve_weighting(
     weighting: str | Count | None = WORLD, divide_by_initial_world_size: bool | None = None
 ) -> Weighting:
-    """Check the weighting and reconcile it with torch's name for the same thing.
+    """Check the weighting and reconcile it with torch's argument for it.
 
     Args:
         weighting: `"world"` (the default) divides the sum of the active ranks' gradients by the
             world size, `"active"` by the number of active ranks, `"samples"` weighs each gradient
             by its rank's number of samples, as one process training on the union would. A function
-            that gets a batch, as the loader yields it, and returns what it counts (its tokens, say)
+            that takes a batch from the loader and returns its count (of tokens, say)
             weighs each gradient by that.
         divide_by_initial_world_size: torch's argument: `True` is `"world"`, `False` is `"active"`.
 
@@ -61,22 +61,22 @@ def resolve_weighting(
 
 
 def name_of(weighting: str | Count) -> str:
-    """Return what errors call a weighting."""
+    """Return a weighting's name in errors."""
     return f"weighting={getattr(weighting, '__qualname__', weighting) if callable(weighting) else repr(weighting)}"
 
 
 def loss_factor(weighting: Weighting, world_size: int, active: int, count: float, total: float) -> float:
-    """Return what to multiply a rank's mean loss with, as DDP divides the sum of gradients by the world size.
+    """Return the factor for a rank's mean loss, given that DDP divides the sum of gradients by the world size.
 
     Args:
         weighting: See `resolve_weighting`.
         world_size: Number of ranks.
         active: Number of ranks that have a batch at this step.
-        count: What this rank's batch counts.
-        total: What all ranks' batches at this step count together.
+        count: The count of this rank's batch.
+        total: The sum of all ranks' counts at this step.
 
     Returns:
-        The factor; 1.0 where nothing is to be done.
+        The factor; 1.0 if there is nothing to do.
     """
     if weighting == "active":
         return world_size / active
@@ -86,35 +86,35 @@ def loss_factor(weighting: Weighting, world_size: int, active: int, count: float
 
 
 def factor_of_count(world_size: int, count: float, total: float) -> float:
-    """Return what to multiply the mean loss over `count` items with, so that DDP's average is that over all `total`.
+    """Return the factor for a mean loss over `count` items that turns DDP's average into the mean over all `total`.
 
     Args:
         world_size: Number of ranks, by which DDP divides.
-        count: How many items this rank has, of whatever a loss is the mean over.
-        total: How many all ranks have together.
+        count: This rank's number of the items over which the loss is a mean.
+        total: All ranks' number of items.
 
     Returns:
-        The factor; 0.0 where no rank has any.
+        The factor; 0.0 if no rank has any items.
     """
     return world_size * count / total if total else 0.0
 
 
 def weighted(gradient: Tensor, factor: float) -> Tensor:
-    """Return a gradient times the factor; zeros for 0, also where the mean over nothing has made it NaN."""
+    """Return a gradient times the factor; zeros for 0, even where the mean over no items has made it NaN."""
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def finite(gradient: Tensor) -> Tensor:
-    """Return a gradient of a loss that counts 0, in which only what is not finite is the loss's own: without that."""
+    """Return the gradient of a loss that counts 0 with NaN and infinities, the loss's only contribution, as zeros."""
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
 
 
 def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]) -> Count | None:
-    """Return what counts a batch; `None` where nothing is counted.
+    """Return the function that counts a batch; `None` if nothing is counted.
 
     Args:
         weighting: See `resolve_weighting`.
-        rank: What errors call this rank.
+        rank: This rank's name in errors.
         count_samples: Returns a batch's number of samples.
     """
     if not callable(weighting):
@@ -124,10 +124,10 @@ def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]
     def checked(batch: Any) -> float:
         try:
             counted = count(batch)
-        except StopIteration as error:  # which would end a loop without a word
+        except StopIteration as error:  # it would end a loop silently
             raise JoinError(f"{name} raised StopIteration.") from error
         try:
-            # What has no number for a type may still have a method that makes one of it: a tensor's raises.
+            # An object that is no number may still have `__float__`; a tensor's may raise.
             number = float(counted) if hasattr(type(counted), "__float__") else math.nan
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan
@@ -146,10 +146,10 @@ def _samples_of(batch: Any, count_samples: Callable[[Any], int]) -> int:
 
 
 def check_sees_batches(weighting: Weighting) -> None:
-    """Raise for a weighting by a function of the batch where nothing but the arguments of a forward is seen.
+    """Raise for a weighting by a function of the batch if only the arguments of a forward are seen.
 
     Raises:
-        UnsupportedError: It is one.
+        UnsupportedError: The weighting is a function.
     """
     if callable(weighting):
         raise UnsupportedError(
@@ -162,7 +162,7 @@ def count_samples(batch: Any) -> int:
     """Return the first dimension of the first tensor in `batch`.
 
     Raises:
-        JoinValueError: There is none.
+        JoinValueError: There is no such tensor.
     """
     first = _first_tensor(batch)
     if first is None:
