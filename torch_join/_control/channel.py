@@ -1,8 +1,8 @@
 """Small messages between the ranks of a process group, over a tree of connections.
 
-What another rank says is here when it is needed, or waited for. A failure that a rank tells of ends every wait at once.
-A process that has ended is noticed by its neighbours, by the end of its connections, and by whoever waits on its host,
-as one that is stopped is.
+A message from another rank is there when it is needed, or is waited for. A reported failure ends every wait at once.
+When a process ends, its neighbours notice the end of its connections, and ranks that wait on its host notice that it is
+gone, or stopped.
 """
 
 import copy
@@ -25,12 +25,12 @@ from torch_join._control.reports import BarrierResult, Health, Status, waited_in
 
 T = TypeVar("T")
 
-_UNIT = 1 << 1074  # of which any float is a multiple: whoever comes first, sums of whole numbers are the same
-_FOR_GOOD = (1 << 64) - 1  # of what is posted: a record that nobody passes
-_SOME = 1 << 28  # barriers of some ranks, at most, between two of all
-_LOOKS_EVERY = 1.0  # seconds of a wait, after which it looks for processes that are gone, or stopped
+_UNIT = 1 << 1074  # any float times this is an integer, so that sums do not depend on the order
+_FOR_GOOD = (1 << 64) - 1  # for posted values: a record that no rank passes
+_SOME = 1 << 28  # the most barriers of some ranks between two barriers of all
+_LOOKS_EVERY = 1.0  # seconds of a wait between two looks for processes that are gone, or stopped
 _ANSWERS_WITHIN = 3.0  # seconds
-TIMEOUT = timedelta(minutes=30)  # for which a rank waits for another, unless the user says otherwise
+TIMEOUT = timedelta(minutes=30)  # how long a rank waits for another, unless the user sets a timeout
 _ANSWER = tuple[bool, Status | None]
 
 
@@ -38,21 +38,20 @@ class Channel:
     """The messages of one rank.
 
     Args:
-        tree: Its connections, by default none, of a world of one.
+        tree: Its connections, by default none: a world of one.
         timeout: How long it waits for another rank.
 
     Attributes:
-        rank, world_size: This rank, and how many there are.
-        global_ranks: By rank, its number in the whole job, which errors say.
-        barrier_number: A number that tells the last barrier that this rank has come to from all others.
-        records: How many records of the log this rank has written, or would have, or followed.
-        status: Returns what this rank adds to its answer where others ask who is there.
-        explain: Returns what the answers of all, by global rank, tell of a failure.
-        suspect: Called each second of a wait for others, after a look at the processes; it ends with what it raises.
+        rank, world_size: This rank, and the number of ranks.
+        global_ranks: By rank, its number in the whole job, for errors.
+        barrier_number: A number that identifies the last barrier that this rank has come to.
+        records: The number of log records that this rank has written, counted as written, or followed.
+        status: Returns what this rank adds to its answer to a health check.
+        explain: Returns the error that explains a failure, given all answers by global rank.
+        suspect: Called each second of a wait for others, after a look at the processes; an error from it ends the wait.
         thread: The thread that waits here, or may, by both of its numbers.
-        awaits: What it waits for: its kind, its number, who has to come, by bit (0: all), and whether it has come.
-        before_meeting: Called before all ranks meet: to hear what they have said where they met before, if that was
-            put off.
+        awaits: The current wait: its kind, its number, the ranks that have to come as bits (0: all), and its `ready`.
+        before_meeting: Called before all ranks meet, to finish an earlier meeting that was deferred.
     """
 
     def __init__(self, tree: Tree | None = None, timeout: timedelta = TIMEOUT) -> None:
@@ -71,14 +70,14 @@ class Channel:
         self.suspect: Callable[[], object] = lambda: None
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes, tree.node.layout.elsewhere)
-        self.barrier_number, self._them = 0, 0  # and of whom that is
+        self.barrier_number, self._them = 0, 0  # the ranks of that barrier
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
-        self._some: tuple[int, ...] = ()  # the last gathers of some ranks that this one has come to
-        self._is_awake = False  # while it waits for what others wait for it to answer
+        self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this one took part
+        self._is_awake = False  # during a wait after which others wait for this rank's answer
         self._heard: JoinError | None = None
-        self._told: str | None = None  # the first failure of its own that this rank has told of
-        # Weakly, so that a channel that is dropped is gone at once.
+        self._told: str | None = None  # the first failure of its own that this rank has reported
+        # A weak reference, so that a channel that is dropped is gone at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
         tree.channels[self._number] = self
@@ -86,36 +85,36 @@ class Channel:
     # ------------------------------------------------------------ meetings
 
     def barrier(self, count: float = 0, notice: dict[str, Any] | None = None) -> BarrierResult:
-        """Meet all ranks: add up a number and share what some of them have to say; `arrive` and `wait` in one."""
+        """Meet all ranks: sum a number and share the notices of some ranks; `arrive` and `wait` in one."""
         self.arrive(count, notice)
         return self.wait()
 
     def arrive(
         self, count: float = 0, notice: dict[str, Any] | None = None, ranks: Sequence[int] | None = None
     ) -> None:
-        """Come to a barrier, and say this rank's part.
+        """Come to a barrier, and send this rank's part.
 
         Args:
-            count: What this rank adds to the sum: a finite number, 0 or more.
-            notice: What this rank has to say, if anything: a JSON object.
-            ranks: Who meets, by default all. From one barrier of all to the next they become fewer, never more.
+            count: This rank's summand: a finite number, 0 or more.
+            notice: This rank's notice, if any: a JSON object.
+            ranks: The ranks that meet, by default all. Between two barriers of all ranks they only become fewer.
 
         Raises:
-            JoinValueError: `count` is none.
+            JoinValueError: `count` is not such a number.
         """
         self.before_meeting()
         if not 0 <= count < math.inf:
             raise JoinValueError(f"A barrier adds a finite number of each rank, 0 or more, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
-        # Those of some ranks are counted from the last one of all: the others take no part in them.
+        # Barriers of some ranks are counted from the last one of all: other ranks take no part in them.
         self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
             self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, said)
 
     def wait(self) -> BarrierResult:
-        """Wait until all participants have come to the barrier that this rank has come to with `arrive`.
+        """Wait until all participants have come to the barrier at which this rank has called `arrive`.
 
         Returns:
             The sum and the notices of all ranks, the same on each.
@@ -136,30 +135,30 @@ class Channel:
         return BarrierResult(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
 
     def defer_reads(self) -> None:
-        """Note that this rank calls `poll` in a moment, or waits: what comes need not be read before.
+        """Note that this rank calls `poll` or waits in a moment: messages need not be read before.
 
-        Without it, another thread reads at once what comes, and takes the interpreter's lock for that.
+        Otherwise another thread reads messages at once, and takes the interpreter's lock for that.
         """
         self._links.defer_reads()
 
     def poll(self) -> None:
-        """Read what has come since `defer_reads`, and pass it on; waits for nobody."""
+        """Read the messages since `defer_reads`, and pass them on; does not wait for other ranks."""
         if self._links.reads_deferred:
             self._links.read()
-            if self._node.layout.children:  # a rank that passes messages on is ready for more
+            if self._node.layout.children:  # a rank that passes messages on must be ready for more
                 self._links.resume()
 
     def gather(self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None) -> list[T]:
-        """Meet all ranks, or some, and return every rank's value, by rank; ranks that say the same share one object.
+        """Meet all ranks, or some, and return every rank's value, by rank; equal values are one object.
 
         Args:
-            value: What this rank has to say: numbers, strings, lists, tuples, dictionaries and the like.
-            of: The type that all values must be of.
+            value: This rank's value: numbers, strings, lists, tuples, dictionaries and the like.
+            of: The type that all values must have.
             among: A name that is used once, and the ranks that meet; by default all do.
 
         Raises:
-            JoinError: What was read is no message of a rank, or not of that type; or ranks wait for each other.
-            JoinTypeError: `value` is of no kind that goes over the channel.
+            JoinError: A value is not a rank's message, or not of that type; or ranks wait for each other.
+            JoinTypeError: `value` is of a type that cannot go over the channel.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
@@ -168,7 +167,7 @@ class Channel:
     def begin_gather(
         self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None
     ) -> Callable[[], list[T]]:
-        """Say this rank's part of a `gather`; return what waits for the others'. Each rank may do more meanwhile."""
+        """Send this rank's part of a `gather`; return a function that waits for the others' parts and returns all."""
         data = _codec.encode(value)
         if among is not None:
             name, them = _node.number_of(among[0]), _bits(among[1])
@@ -187,7 +186,7 @@ class Channel:
                 self._pass_log()
             _, everything = barriers.pop(key)
             values = _node.values_of(everything)
-            found: dict[bytes, T] = {}  # often all say the same
+            found: dict[bytes, T] = {}  # often all values are equal
             for rank, said in sorted(values.items()):
                 if said not in found:
                     found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
@@ -195,13 +194,13 @@ class Channel:
 
         return end
 
-    # ------------------------------------------------------------ the log, and what is posted
+    # ------------------------------------------------------------ the log, and posted values
 
     def append(self, record: Any, leads: bool) -> None:
-        """Add a record to the log that some ranks keep and others follow; waits for nobody.
+        """Add a record to the log that some ranks keep and others follow; does not wait for other ranks.
 
         Args:
-            record: What `gather` takes.
+            record: A value as for `gather`.
             leads: Whether this rank writes it. The ranks that keep the log all call this in the same
                 order, and one of them writes.
         """
@@ -214,14 +213,14 @@ class Channel:
         """Wait for the log's next record.
 
         Args:
-            meanwhile: Called again and again while there is none; the wait is then not as quick.
-            of: The type that it must be of.
+            meanwhile: Called repeatedly during the wait, which is then slower.
+            of: The type that the record must have.
 
         Raises:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: No record came within the channel's timeout.
         """
-        self._pass_log()  # what belongs to this record is still to be read when it has come
+        self._pass_log()  # values posted with this record remain to be read after it has come
         self._is_awake = True
         try:
             record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 0))
@@ -235,7 +234,7 @@ class Channel:
             self._stream.pass_log(self.records)
 
     def post(self, key: str, value: Any, lasts: bool = False) -> None:
-        """Give a value (what `gather` takes) a name of its own; waits for nobody.
+        """Post a value (as for `gather`) under a unique name; does not wait for other ranks.
 
         Each rank keeps it until it passes the record that this one writes next, or, if it `lasts`, for good.
         """
@@ -244,7 +243,7 @@ class Channel:
             self._node.post(self._number, _FOR_GOOD if lasts else self.records, key, data)
 
     def posted(self, key: str) -> bool:
-        """Whether there is a value of this name."""
+        """Whether there is a posted value of this name."""
         self._links.read()
         return key in self._stream.values
 
@@ -255,29 +254,29 @@ class Channel:
         of: Any = Any,
         awaits: tuple[str, int, int] | None = None,
     ) -> Any:
-        """Wait for the value of this name, as `follow` does for a record; see there and `_until`."""
+        """Wait for the posted value of this name, as `follow` does for a record; see there and `_until`."""
         values = self._stream.values
         self._until(lambda: key in values, meanwhile, awaits=awaits)
         return self._decode(repr(key), values[key], of)
 
-    # ------------------------------------------------------------ what one rank keeps, or adds up
+    # ------------------------------------------------------------ values kept, or summed, on one rank
 
     def keep(self, key: str, value: Any) -> None:
-        """Give a value (what `gather` takes) a name of this rank's, by which others may `ask` it; waits for nobody.
+        """Keep a value (as for `gather`) under a name, so that others can `ask` for it; does not wait for other ranks.
 
-        Of all that a rank keeps, the last few thousand are there.
+        A rank keeps its last few thousand values.
         """
         data = _codec.encode(value)
         with self._links.lock:
             self._node.keep(self._number, key, data)
 
     def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
-        """Return what ranks keep by a name, by rank.
+        """Return the values that ranks keep under a name, by rank.
 
         Args:
             key: The name.
-            ranks: Who is asked.
-            of: The type that the values must be of.
+            ranks: The ranks to ask.
+            of: The type that the values must have.
 
         Raises:
             PeerFailedError: Another rank has failed.
@@ -290,7 +289,7 @@ class Channel:
         return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
 
     def add(self, key: str, number: int) -> int:
-        """Add to the number of this name, which begins at 0, and return the sum; rank 0 knows the last few."""
+        """Add to the number of this name, which starts at 0, and return the sum; rank 0 keeps the last few sums."""
         asked, answers = self._ask(_node.ADD, 0, key, number), self._stream.answers
         self._until(lambda: asked in answers)
         return int.from_bytes(answers.pop(asked), "little", signed=True)
@@ -302,12 +301,12 @@ class Channel:
         return self._asked
 
     def contribute(self, key: str, number: int, ranks: Sequence[int]) -> None:
-        """Add a number below 2**32 to a sum of one of each of these ranks, all of which call this; waits for nobody."""
+        """Add a number below 2**32 to a sum over these ranks, all of which call this; does not wait for other ranks."""
         with self._links.lock:
             self._node.arrive(self._number, _node.SUMS | _node.number_of(key), 1, number, _bits(ranks), b"")
 
     def contributed(self, key: str, ranks: Sequence[int]) -> int | None:
-        """Return that sum, once, on the first of the ranks; `None` while it is not complete. Waits for nobody."""
+        """Return that sum, once, on the first of the ranks; `None` until it is complete. Does not wait."""
         self._links.read()
         name = _node.SUMS | _node.number_of(key), 1 << min(ranks)
         total, _ = self._stream.barriers.pop(name, (None, b""))
@@ -316,11 +315,11 @@ class Channel:
     # ------------------------------------------------------------ failures
 
     def fail(self, reason: str | BaseException, rank: int | None = None) -> None:
-        """Tell the other ranks that this one (or `rank`, which cannot) is unable to go on; waits for nobody.
+        """Report to the other ranks that this one (or `rank`, which cannot) has failed; does not wait for other ranks.
 
         Args:
-            reason: Why; or what has ended this rank, an error of its own, or a failure of which another channel knows.
-            rank: Who.
+            reason: The cause; or the error that ended this rank: its own, or a failure known from another channel.
+            rank: The failed rank.
         """
         watch, name = cast(Any, self._tree.watch), f"{LEFT_AT}{self.rank}"
         if watch is not None and isinstance(reason, BaseException) and not self.posted(name):
@@ -338,14 +337,14 @@ class Channel:
             self._node.fail(self._number, told)
 
     def failure(self) -> JoinError | None:
-        """Return what another rank has told of: a failure, or a deadlock; `None` if nothing. Waits for nobody."""
+        """Return the failure or deadlock that another rank has reported, or `None`. Does not wait for other ranks."""
         self._links.read()
         return self._known_failure()
 
     def _known_failure(self) -> JoinError | None:
         if self._heard is None and (data := self._stream.failure) is not None:
             self._heard = self._read_failure(data)
-        # A new one each time: what is raised holds the frames that it has passed, and with them this channel.
+        # A new one each time: a raised error holds the frames that it passed, and with them this channel.
         return None if self._heard is None else copy.copy(self._heard)
 
     def _read_failure(self, data: bytes) -> JoinError | None:
@@ -364,7 +363,7 @@ class Channel:
         return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
-        """Return what a wait for another rank, by other means than this channel, has to call again and again.
+        """Return a function to call repeatedly while waiting for another rank by other means than this channel.
 
         It raises as a wait on the channel does: `PeerFailedError` if a rank has failed or its process is gone,
         `JoinTimeoutError` when the channel's timeout is over.
@@ -393,10 +392,10 @@ class Channel:
         return look
 
     def health(self) -> Health:
-        """Return who is there.
+        """Check which ranks are alive.
 
-        Ranks answer from a thread of their own, wherever they are. Whoever does not within three
-        seconds has ended or is stopped. Ends early once a failure has been told of.
+        Ranks answer from a separate thread, wherever their code is. A rank that does not answer within three
+        seconds has ended or is stopped. The check ends early once a failure has been reported.
         """
         places = self._stream.places
         with self._links.lock:
@@ -413,14 +412,14 @@ class Channel:
 
         self._tree.wait(enough, lambda: None)
         found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
-        # Who has left has been reached, and answers nothing.
+        # A rank that has left has been reached, and answers nothing.
         answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         stuck = {*missing} - found.keys()
         return Health(answers, [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)])
 
     def find_why(self, what: str) -> tuple[JoinError | None, Health]:
-        """Return what the others tell of something that has gone wrong here, which `what` says, and who is there."""
+        """Return the other ranks' explanation of a problem on this rank, described by `what`, and their health."""
         answers, silent = health = self.health()
         ranks, failure = self.global_ranks, self.failure()
         if failure is not None:
@@ -435,12 +434,12 @@ class Channel:
         waits = self.awaits is not None
         try:
             return _codec.encode((waits, self.status()))
-        except Exception:  # the status is in the making, in another thread
+        except Exception:  # another thread is changing the status
             return _codec.encode((waits, None))
 
     @property
     def passed(self) -> list[int]:
-        """The last barrier that this rank has come to, how many gathers, how many records, and the last among some."""
+        """The numbers of this rank's last barrier, its gathers and its records; then its last gathers of some ranks."""
         return [self.barrier_number, self._gathers, self.records, *self._some]
 
     def _decode(self, what: str, data: bytes, of: Any) -> Any:
@@ -451,14 +450,14 @@ class Channel:
             self.fail(error)
             raise error from None
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ end
 
     def close(self, meets: bool = False) -> None:
-        """Say and answer nothing more.
+        """Stop sending and answering messages.
 
         Args:
-            meets: Whether all ranks come here, and wait for each other. Not by a barrier of the process group: on an
-                accelerator that needs to be told of a device, or takes the first.
+            meets: Whether all ranks call this, and wait for each other. This is no barrier of the process group, which
+                on an accelerator must be given a device, or uses the first one.
 
         Raises:
             PeerFailedError: A rank has ended before.
@@ -467,7 +466,7 @@ class Channel:
             self.gather(None)
         self._stream.place = no_place
         self._tree.channels.pop(self._number, None)
-        self._tree.part()  # with what was said of a failure, before the process may end
+        self._tree.part()  # sends reported failures, before the process may end
         if self.world_size > 1:  # else others may share it
             self._end()
 
@@ -482,9 +481,9 @@ class Channel:
         """Wait.
 
         Args:
-            ready: Until when.
-            meanwhile: Called again and again.
-            awaits: What for; see the channel's.
+            ready: Returns whether the wait is over.
+            meanwhile: Called repeatedly.
+            awaits: The reason; see the channel's `awaits`.
         """
         check: Callable[[], None] | None = None
 
@@ -492,7 +491,7 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if self._told is not None:  # nobody would come
+            if self._told is not None:  # no rank would come
                 me = self.global_ranks[self.rank]
                 raise JoinError(f"Rank {me} cannot wait for the others, which it has told that it failed: {self._told}")
             check = check or self._check(self._known_failure)

@@ -1,11 +1,10 @@
-"""What a message is made of: JSON, with a table of the kinds of values that there may be.
+"""The encoding of messages: JSON, with a table of the types that a message may contain.
 
-Nothing that comes from another process is unpickled, which would run code of whoever wrote it. A list is a JSON array
-and a simple value is itself; any other value is an object with one entry, its kind and what it is made of. What is of
-no kind in the table cannot be in a message: it goes over the process group (`_objects`).
+Data from another process is never unpickled, since that would run the sender's code. A list is a JSON array and a
+simple value is itself; any other value is an object with one entry, its type's tag and its contents. Values of other
+types cannot be in a message: they go over the process group (`_objects`).
 
-What is read is checked: its size, its kinds, and where a type is given also that it is of that type. (The depth is
-limited by the parser.)
+Received data is checked: its size, its types and, if one is given, the expected type. (The parser limits the depth.)
 """
 
 import json
@@ -27,12 +26,12 @@ MAX_BYTES = (1 << 23) - 1024
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
 
-class Malformed(ValueError):  # noqa: N818  who reads turns it into an error
-    """What was read is not what `encode` writes, or not of the type that was expected."""
+class Malformed(ValueError):  # noqa: N818  the reader turns it into an error
+    """The data is not what `encode` writes, or not of the type that was expected."""
 
 
 def foreign(what: str, why: object) -> JoinError:
-    """Return the error of a rank that has read what no rank can have written."""
+    """Return the error of a rank that has read data that no rank can have written."""
     return JoinError(
         f"This rank read a message ({what}) that none of its ranks sent: {why}. Either they run different versions of"
         " torch_join, or some ranks were in another collective of the process group when the first `with` (or fit)"
@@ -44,15 +43,15 @@ def foreign(what: str, why: object) -> JoinError:
 
 
 def closed(tag: str) -> Callable[[C], C]:
-    """Have objects of a dataclass or a `NamedTuple` be in messages, made of what its annotations say.
+    """Allow objects of a dataclass or a `NamedTuple` in messages, with the fields and types of its annotations.
 
     Args:
-        tag: What they are called there.
+        tag: The type's tag in messages.
     """
 
     def register(kind: C) -> C:
         checks = {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
-        # Another package's have its name before them: two may be made of one source.
+        # Another package's types are prefixed with its name: two packages may be made from one source.
         package = kind.__module__.partition(".")[0]
         known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
@@ -86,19 +85,19 @@ def _scalar(content: Any) -> Tensor:
     dtype, value = _list(content)
     if type(value) not in (bool, int, float, complex):
         raise Malformed(f"a number is {brief(value)}")
-    # Whoever uses it moves it: who reads starts no device that a message names.
+    # On the CPU, and moved when it is used: reading a message starts no device.
     return torch.tensor(value, dtype=_dtypes()[dtype], device="cpu")
 
 
 def _device(content: Any) -> torch.device:
-    if type(content) is not str:  # by a number, torch looks for an accelerator
+    if type(content) is not str:  # for a number, torch would look for an accelerator
         raise Malformed(f"a device is {brief(content)}")
     return torch.device(content)
 
 
 def _size(content: Any) -> torch.Size:
     if not all(type(length) is int and 0 <= length < 1 << 63 for length in _list(content)):
-        raise Malformed(f"a size is {brief(content)}")  # and could not be printed
+        raise Malformed(f"a size is {brief(content)}")  # it could not even be printed
     return torch.Size(content)
 
 
@@ -112,7 +111,7 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-# By type, or by what it is called: how a value is written, and read. Classes that are `closed` come to these.
+# By type, or by tag: how a value is written, and read. Classes that are `closed` are added to these.
 _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("t", lambda value: _plain_items(value)),
     dict: ("d", lambda value: [[_plain(key), _plain(item)] for key, item in value.items()]),
@@ -123,7 +122,7 @@ _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 }
 _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "t": lambda content: tuple(_list(content)),
-    "d": lambda content: {key: value for key, value in map(_list, _list(content))},  # noqa: C416  these are pairs
+    "d": lambda content: {key: value for key, value in map(_list, _list(content))},  # noqa: C416  checks the pairs
     "complex": _complex,
     "dtype": lambda content: _dtypes()[content],
     "device": _device,
@@ -142,7 +141,7 @@ def _plain(value: Any) -> Any:
         tag, content = _WRITERS[kind]
         return {tag: content(value)}
     if kind is Tensor and value.ndim == 0 and not (value.requires_grad or value.is_quantized or value.is_meta):
-        # A hyperparameter: a learning rate, for example.
+        # A hyperparameter, such as a learning rate.
         return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
     raise JoinTypeError(
         f"A {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: only numbers,"
@@ -151,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_items(values: Sequence[Any]) -> Sequence[Any]:
-    if _SIMPLE.issuperset(map(type, values)):  # most are: each record goes through this
+    if _SIMPLE.issuperset(map(type, values)):  # the usual case: each record goes through this
         return values
     return [value if type(value) in _SIMPLE else _plain(value) for value in values]
 
@@ -163,21 +162,21 @@ _encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class Encoded(bytes):
-    """What `encode` has returned; of several of these `in_pair` makes what it would for all of them."""
+    """A return value of `encode`; `in_pair` combines several of them without encoding them again."""
 
     __slots__ = ()
 
 
 def in_pair(values: Iterable[Encoded], value: Encoded) -> Encoded:
-    """Return what `encode` does for a tuple of a list of values, and another value."""
+    """Return the encoding of a tuple of a list of encoded values, and another encoded value."""
     return Encoded(b'{"t":[[' + b",".join(values) + b"]," + value + b"]}")
 
 
 def encode(value: Any) -> Encoded:
-    """Return what `decode` turns back into an equal value; what is encoded stays as it is.
+    """Return bytes from which `decode` makes an equal value; an encoded value is returned as it is.
 
     Raises:
-        JoinTypeError: Something in it is of no kind that a message may have, or it is too large.
+        JoinTypeError: A part of it is of a type that a message cannot have, or it is too large.
     """
     try:
         data = value if type(value) is Encoded else Encoded(_encoder.encode(_plain(value)).encode("ascii"))
@@ -189,7 +188,7 @@ def encode(value: Any) -> Encoded:
 
 
 def is_closed(value: Any) -> bool:
-    """Whether `encode` takes `value`."""
+    """Whether `encode` accepts `value`."""
     try:
         encode(value)
     except JoinTypeError:
@@ -198,14 +197,14 @@ def is_closed(value: Any) -> bool:
 
 
 def decode(data: bytes, of: Any = Any) -> Any:
-    """Return the value that `encode` was given; a tensor is on the CPU.
+    """Return the value that was encoded; a tensor is on the CPU.
 
     Args:
-        data: What somebody has written.
-        of: A type that it must be of: a class, or one that is composed of `list`, `tuple`, `dict` and `|`.
+        data: Bytes that another rank has written.
+        of: The type that it must have: a class, or one composed of `list`, `tuple`, `dict` and `|`.
 
     Raises:
-        Malformed: It is something else. Nothing of it has been executed.
+        Malformed: It is something else. Nothing in it has been executed.
     """
     if len(data) > MAX_BYTES:
         raise Malformed(f"it has {len(data)} bytes")
@@ -213,7 +212,7 @@ def decode(data: bytes, of: Any = Any) -> Any:
         value = _decoder.decode(data.decode("ascii"))
     except Malformed:
         raise
-    except Exception as error:  # of the parser or torch, whose kinds nobody lists
+    except Exception as error:  # from the parser or torch, whose errors are not documented
         raise Malformed(f"{type(error).__name__} in {brief(data)}") from None
     return check(value, of)
 
@@ -246,7 +245,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_revive)
 
 @cache
 def _checker(of: Any) -> Callable[[Any], bool]:
-    """Return what tells whether a value is of this type."""
+    """Return a function that tells whether a value is of this type."""
     origin, args = typing.get_origin(of), typing.get_args(of)
     if of is Any:
         return lambda value: True
@@ -283,8 +282,8 @@ _short.maxstring = _short.maxother = 80
 
 
 def brief(value: Any) -> str:
-    """Return the begin of what `value` looks like, whatever somebody may have written."""
+    """Return the start of `repr(value)`, however malformed the value is."""
     try:
         return _short.repr(value[:60] if isinstance(value, bytes) else value)
-    except Exception:  # it is too deep, or has a number that is too long
+    except Exception:  # it is nested too deeply, or has a number that is too long
         return f"something of type {type(value).__name__}"

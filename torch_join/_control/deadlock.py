@@ -1,14 +1,13 @@
-"""Ranks that wait for each other in a circle: a proof that none can go on, and what to say of it.
+"""Ranks that wait for each other in a circle: a proof that none can continue, and an error that describes it.
 
-Each rank answers a roll call with where its code is, and whom it cannot go on without. In a meeting of a channel it
-waits for those whose own count says that they have not come, or have not opened that channel. In a collective, or a
-backward, of which the last one of a group is not done and has the number k, it waits for each member that has issued
-fewer than k, or another one as its k-th. Each is a wait for all of these, so a circle is a deadlock. The user's code, a
-loader, a compiler wait for nobody, as far as anybody knows: nothing is said of a rank that is there. A circle that
-stays for seconds is told.
+Each rank answers a roll call with where its code is, and which ranks it waits for. In a meeting of a channel, it waits
+for ranks whose own count shows that they have not come, or that have not opened that channel. In a collective, or a
+backward, whose group's last unfinished one has the number k, it waits for each member that has issued fewer than k, or
+another one as its k-th. It waits for all of these, so a circle is a deadlock. User code, a loader or a compiler are not
+known to wait for any rank, so a rank there is not reported. A circle that stays for seconds is reported.
 
-A rank that leaves with an error says what it has issued: who waits in a collective that it has not come to waits for
-ever.
+A rank that leaves with an error reports what it has issued: a rank that waits in a collective which that one has not
+issued waits for ever.
 """
 
 import logging
@@ -30,14 +29,14 @@ from torch_join._control._links.tree import Tree
 from torch_join._control.peers import MOST_TEXT
 from torch_join._control.reports import Status
 
-LOOKS_EVERY = 3.0  # seconds: a rank that is in one place at three looks asks where the others are
-_AGAIN = 2.0  # seconds between two answers that must be the same
+LOOKS_EVERY = 3.0  # seconds: a rank in the same place at three looks asks where the others are
+_AGAIN = 2.0  # seconds between two answers, which must be equal
 _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
 _MOST_PORTS = 512
 DEADLOCK = "These ranks wait for each other for ever: "
-LEFT_AT = "left/"  # what a rank posts its last place by
+LEFT_AT = "left/"  # the name under which a rank posts its last place
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # this end, and the other one
 _MEETINGS = {
@@ -55,16 +54,16 @@ _codec.closed("issued")(_compat.Issued)
 
 @_codec.closed("where")
 class Where(NamedTuple):
-    """Where a rank is.
+    """Where a rank's code is.
 
     Attributes:
-        place: Its thread's; of the kind "meeting" where it waits in one of a channel.
-        awaits: What it waits for there: the channel's number, what, the number of that, and of whom, by bit; 0 is all.
+        place: The place of its thread; of the kind "meeting" if it waits in a channel's meeting.
+        awaits: That wait: the channel's number, the kind, its number, and the ranks awaited as bits (0: all).
         passed: See `Channel.passed`, by the number of each channel that is open to this thread.
-        opened: How many channels it has opened.
-        numbers: By group, how many collectives it has issued at most.
-        issued: Nothing as long as it is not stuck.
-        status: What it says of itself, if it is in a loop.
+        opened: The number of channels that it has opened.
+        numbers: By group, the most collectives that it can have issued.
+        issued: Empty unless it is stuck.
+        status: Its `Status`, if it is in a loop.
         ports: Its connections, once they may have to be ended.
     """
 
@@ -79,16 +78,16 @@ class Where(NamedTuple):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is the same as long as it is stuck: a backward that computes is not, whatever else is not done yet."""
+        """What does not change while it is stuck; not `issued`, since a computing backward is not stuck."""
         return self.place, self.awaits, self.passed, self.opened, self.numbers
 
 
 def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:
-    """Return whom a rank cannot go on without.
+    """Return the ranks without which a rank cannot continue.
 
     Args:
         rank: The rank.
-        places: By rank, of those that have answered.
+        places: By rank, the answers.
         names: By rank, its number in the whole job.
     """
     mine = places[rank]
@@ -107,7 +106,7 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
 
 
 def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
-    if channel not in theirs.passed:  # it has left, or another thread may come
+    if channel not in theirs.passed:  # it has left, or another of its threads may come
         return channel < theirs.opened
     barrier, gathers, records, *named = theirs.passed[channel]
     come = {"barrier": barrier >= number, "gather": gathers > number, "record": records > number}
@@ -117,20 +116,20 @@ def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
 def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
     if names := theirs.issued.last.get(whose):
         return max(names) < number or names.get(number, name) != name
-    # It has issued none, or the recorder has forgotten them. A group of two backends has the number of one of them.
+    # It has issued none, or the recorder has dropped them. A group of two backends has the number of one of them.
     group, _, _ = whose.partition(":")
     return bool(theirs.issued.last) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
-    """Return the ranks that wait in a circle, and those that wait for one of these; and each one's such ranks."""
+    """Return the ranks that wait in a circle, or for one of these ranks; each with the ranks that it waits for."""
     edges = {rank: found for rank in places if (found := waits_for(rank, places, names))}
     while ends := {rank for rank, whom in edges.items() if not whom & edges.keys()}:
         edges = {rank: whom for rank, whom in edges.items() if rank not in ends}
     return {rank: whom & edges.keys() for rank, whom in edges.items()}
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- texts
 
 
 _FORWARD = (
@@ -161,11 +160,11 @@ _MEETINGS_APART = (
 
 
 def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: Sequence[int]) -> str:
-    """Return the text of the error: which rank is where, and the usual causes."""
+    """Return the text of the error: where each rank is, and the usual causes."""
     found = {rank: places[rank] for rank in stuck}
     kinds = {where.place.kind for where in found.values()}
     buffers = any(where.place.what.startswith("DDP's") for where in found.values())
-    channels = {max(where.passed, default=0) for where in found.values()}  # of more than one: the ranks' loops differ
+    channels = {max(where.passed, default=0) for where in found.values()}  # several: the ranks are in different loops
     asks = any(where.awaits is not None and where.awaits[1] == "ask" for where in found.values())
     causes = {
         _FORWARD: buffers,
@@ -180,7 +179,7 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
 
 
 def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
-    """Say which ranks are where, and for whom they wait."""
+    """Return a text that says where ranks are, and for whom they wait."""
     alike: dict[tuple[str, frozenset[int]], list[int]] = {}
     for rank, where in sorted(places.items()):
         place, status, pending = where.place, where.status, where.issued.pending
@@ -198,14 +197,14 @@ def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequ
     return "; ".join(said)
 
 
-# ---------------------------------------------------------------- who looks
+# ---------------------------------------------------------------- the watch
 
 
 class Watch:
-    """A thread that looks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
+    """A thread that checks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
 
     Args:
-        tree: This rank's node, which it does not keep; all ranks make their watch before they open channels.
+        tree: This rank's node, not kept alive; all ranks create their watch before they open channels.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -213,7 +212,7 @@ class Watch:
         self._number, self._stream = tree.open()
         self._stream.place = weakref.WeakMethod(self._place)
         self._thread = threading.get_ident(), threading.get_native_id()
-        self._seen = 0  # the last call of the roll whose answers it has looked at
+        self._seen = 0  # the last roll call whose answers it has judged
         self._reset(())
         self._ended = threading.Event()
         weakref.finalize(tree, self._ended.set)
@@ -222,24 +221,24 @@ class Watch:
     def _reset(self, state: tuple[Any, ...]) -> None:
         self._state = state
         self._issued = _compat.Issued({}, None)
-        self._asks_from = 0.0  # since when it says what it has issued, too
+        self._asks_from = 0.0  # since when its answers include what it has issued
         self._tells_at, self._told, self._has_logged = 0.0, "", False
         self._pause = LOOKS_EVERY
-        self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were stuck, and where
+        self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were found stuck, and where
 
     def _run(self) -> None:
         pause = LOOKS_EVERY
         while not self._ended.wait(pause):
             try:
                 pause = self._look()
-            except Exception:  # e.g. of a group that goes meanwhile
+            except Exception:  # for example from a group that is destroyed meanwhile
                 pause = LOOKS_EVERY
                 _LOG.debug("Looking for a deadlock failed.", exc_info=True)
 
-    # ------------------------------------------------------------ what a rank answers
+    # ------------------------------------------------------------ a rank's answer
 
     def _place(self) -> bytes:
-        with suppress(Exception):  # a status is in the making, in another thread
+        with suppress(Exception):  # another thread is changing a status
             return _codec.encode(self._where())
         return b""
 
@@ -256,7 +255,7 @@ class Watch:
             waits, status, passed[number] = channel.awaits, channel.status() or status, channel.passed
             if waits is not None and not waits[-1]():
                 name, which, them, _ = waits
-                if name == "record":  # the leader's; without a status nobody knows whose
+                if name == "record":  # the leader writes it; without a status the leader is not known
                     them = 1 << (self._node.rank if status is None else status.leader)
                 awaits = number, name, which, them
                 what = _MEETINGS.get(name, "a wait for what another rank has to say")
@@ -270,14 +269,14 @@ class Watch:
         return [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS]
 
     def last_place(self) -> Where:
-        """Return the place of this rank as it leaves with an error: what it has issued, and its connections."""
+        """Return this rank's place as it leaves with an error: what it has issued, and its connections."""
         place, issued = _compat.Place("elsewhere", "", "", "", 0), _compat.issued(0)
         return Where(place, None, {}, self._node.opened, _compat.sequence_numbers(), issued, None, self._ports())
 
-    # ------------------------------------------------------------ what it does with the answers
+    # ------------------------------------------------------------ acting on the answers
 
     def _look(self) -> float:
-        """Look once; return after how many seconds to look again."""
+        """Look once; return the seconds until the next look."""
         here, now = self._where(), time.monotonic()
         if here.place.kind == "elsewhere" or here.state != self._state:
             self._reset(here.state)
@@ -286,7 +285,7 @@ class Watch:
             self._asks_from = now
             self._issued = _compat.issued(self._thread[0])
             return LOOKS_EVERY
-        pause = _AGAIN / 2  # so that it has looked at one call's answers before the next call
+        pause = _AGAIN / 2  # so that it looks at one call's answers before the next call
         call, called_at = self._stream.calls, self._stream.called_at
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
             self._seen = call
@@ -300,7 +299,7 @@ class Watch:
         return pause
 
     def _end_in_vain(self, here: Where) -> None:
-        """End a wait that others have told of: in a circle, or for a rank that has raised."""
+        """End a wait that is in vain, as others reported: in a circle, or for a rank that has raised."""
         me, names = self._node.rank, self._node.global_ranks
         streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
         told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
@@ -316,13 +315,13 @@ class Watch:
                 self._end_wait(f"{name_ranks([names[told[0][0]]]).capitalize()} failed: {told[0][1]}", left)
 
     def _judge(self, here: Where, now: float) -> None:
-        """Look at the answers, and tell all of a deadlock."""
+        """Judge the answers, and report a deadlock to all ranks."""
         me, names = self._node.rank, self._node.global_ranks
         places = self._places()
         stuck = deadlocked(places, names)
         if me in stuck:
             states = {rank: places[rank].state for rank in stuck}
-            # Who waits elsewhere comes first: it has to write into its log before others leave it.
+            # A rank outside a meeting comes first: it has to write its log before other ranks end its wait.
             is_first = here.place.kind != "meeting" or all(places[rank].place.kind == "meeting" for rank in stuck)
             then, before = self._before
             self._pause = _AGAIN
@@ -336,7 +335,7 @@ class Watch:
                         self._node.fail(number, told)
             return
         self._before = 0.0, {}
-        # Who comes to its place later asks sooner, and so does who has not heard of all.
+        # A rank that gets to its place later asks sooner, and so does one that misses answers.
         self._pause = _MOST_PAUSE if len(places) == len(names) else LOOKS_EVERY
         waiting = [rank for rank, where in places.items() if where.place.kind != "elsewhere"]
         if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
@@ -346,11 +345,11 @@ class Watch:
             _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
 
     def _end_wait(self, told: str, places: Mapping[int, Where]) -> None:
-        """End the connections between this process and those of other ranks: the collective's."""
+        """End the connections between this process and those of other ranks, which the collective uses."""
         if not self._has_logged:
             self._has_logged = True
             with suppress(Exception):  # raised by a log handler
-                _LOG.error("%s", told)  # gloo's error will not say it
+                _LOG.error("%s", told)  # gloo's error does not have this text
         others = {(*port[2:], *port[:2]) for rank in places if rank != self._node.rank for port in places[rank].ports}
         for copy, connection in _connections(self._links.files):
             if connection in others:
@@ -358,18 +357,18 @@ class Watch:
                     copy.shutdown(socket.SHUT_RDWR)
 
     def _places(self) -> dict[int, Where]:
-        """Return where ranks were at the last call of the roll, by rank, as far as they have answered."""
+        """Return, by rank, where ranks were at the last roll call, if they have answered."""
         last = self._stream.calls
         found = {rank: data for rank, (call, data) in [*self._stream.places.items()] if call == last and data}
         return {rank: _codec.decode(data, Where) for rank, data in found.items()}
 
 
 def _connections(own: Container[int]) -> Iterator[tuple[socket.socket, _Connection]]:
-    """Yield copies of this process's connections, but those of the channel and of the job's store; Linux alone."""
+    """Yield copies of this process's connections, except those of the channel and the job's store; Linux only."""
     store = _compat.store_port()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # another thread has closed it; or it listens
+            with suppress(OSError):  # another thread has closed it; or it is listening
                 if int(name) in own or not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as copy:

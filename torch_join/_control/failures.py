@@ -1,4 +1,4 @@
-"""Saying which rank failed, and why, on all the others."""
+"""Reports which rank failed, and why, on all other ranks."""
 
 from types import TracebackType
 
@@ -7,11 +7,11 @@ from torch_join._control.channel import Channel
 
 
 class telling_failures:  # noqa: N801  it is used like a function
-    """Tell the other ranks if the body raises, and say whose failure a broken collective comes from.
+    """Report an error in the body to the other ranks; for a broken collective, raise the failure that caused it.
 
     Raises:
         PeerFailedError: In place of a communication error, if another rank has failed.
-        JoinError: The same, if what the ranks say of themselves explains it.
+        JoinError: In place of a communication error, if the ranks' statuses explain it.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -27,11 +27,11 @@ class telling_failures:  # noqa: N801  it is used like a function
             return
         channel, reason = self._channel, error
         if _compat.is_communication_error(error):
-            # The rank that broke the collective may still be writing why.
+            # The rank that broke the collective may still be writing the reason.
             reason = channel.find_why(f"A collective failed on rank {channel.global_ranks[channel.rank]}")[0] or error
         channel.fail(reason)
         if reason is not error:
             try:
                 raise reason from error
             finally:
-                del reason  # which this frame would keep, and it this frame
+                del reason  # else this frame would keep it, and it this frame

@@ -1,4 +1,4 @@
-"""The other ranks as processes, and what errors say of one that has failed."""
+"""The other ranks as processes, and the texts of errors about a failed one."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from torch_join._compat.torchrun import note_victim
 from torch_join._control.processes import Process
 
 _SUSPECT_SECONDS = 0.9
-MOST_TEXT = 20_000  # of what is told of a failure
+MOST_TEXT = 20_000  # characters of a reported failure
 GONE = (
     "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
     " says why."
@@ -18,13 +18,13 @@ LEFT = "it has destroyed the process group, or ended, before the others."
 
 
 class Peers:
-    """The ranks of a channel, as one of them knows them.
+    """The ranks of a channel, as seen by one of them.
 
     Args:
         rank: This rank.
-        global_ranks: By rank, its number in the whole job, which errors say.
-        processes: Of other ranks, those on this rank's host.
-        hosts: The names of the hosts of those that are elsewhere.
+        global_ranks: By rank, its number in the whole job, for errors.
+        processes: The processes of other ranks on this rank's host.
+        hosts: The host names of ranks on other hosts.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Peers:
         self.rank, self.hosts = rank, hosts or {}
         self.global_ranks = global_ranks
         self.processes = processes
-        self._suspects: dict[int, float] = {}  # at the last look: ranks that may be in others' way, since when
+        self._suspects: dict[int, float] = {}  # ranks that may block others, and since when; as of the last look
 
     def error(self, rank: int, reason: str) -> PeerFailedError:
-        """Return the error of this rank where another one has failed."""
+        """Return the error of this rank when another one has failed."""
         me, other = self.global_ranks[self.rank], rank
         if rank < len(self.global_ranks):
             other = self.global_ranks[rank]
@@ -52,7 +52,7 @@ class Peers:
         return PeerFailedError(text, other, reason)
 
     def why_silent(self, ranks: Iterable[int]) -> str:
-        """Say why ranks do not answer."""
+        """Return a text that says why ranks do not answer."""
         hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
         gone = f", or the host ({', '.join(hosts)}) or the network to it is gone" if hosts else ""
         return f"killed, or stopped{gone}. Its own log says why."
@@ -62,25 +62,25 @@ class Peers:
         return name_ranks(self.global_ranks[rank] for rank in ranks)
 
     def gone(self) -> list[int]:
-        """Return which processes of this host have ended."""
+        """Return the ranks of this host whose processes have ended."""
         return [rank for rank, process in self.processes.items() if not process.is_there]
 
     def begin_to_watch(self) -> None:
-        """Begin a wait: whoever is in the way has been so from now on."""
+        """Start a wait: suspects count from now on."""
         self._suspects = {}
 
     def find_failed(self, suspects: Mapping[int, str]) -> tuple[int, str] | None:
-        """Return a rank whose process is gone, and why; or one that is stopped for a second, or suspect otherwise.
+        """Return a rank whose process is gone, and why; or one that is stopped for a second, or otherwise suspect.
 
         Args:
-            suspects: Ranks that are in the others' way, and why.
+            suspects: Ranks that block others, and why.
         """
         if found := dict.fromkeys(self.gone(), GONE) or self._in_the_way(suspects):
             return self.first_of(found)
         return None
 
     def first_of(self, found: Mapping[int, str]) -> tuple[int, str]:
-        """Return a rank of those that have failed, and why: of which some may have heard of the first, and left."""
+        """Return one of the failed ranks, and why: some may only have left because the first one failed."""
         rank, why = min(found.items())
         if others := found.keys() - {rank}:
             why += f" The same goes for {self.name(others)}, and any of them may have been the first."

@@ -1,18 +1,18 @@
-"""What a host tells of the processes on it."""
+"""What a host knows about its processes."""
 
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-_EXITING = 4  # the system's PF_EXITING: such a process has closed its files, or does so now
+_EXITING = 4  # the system's PF_EXITING: the process has closed its files, or is closing them
 
 
 class Process(NamedTuple):
-    """A process on this host; its number alone may come to mean another one.
+    """A process on this host; its id alone may be reused by another process.
 
     Attributes:
-        pid: Its number.
-        began: When it began, as the system counts.
+        pid: Its id.
+        began: When it started, as the system counts.
     """
 
     pid: int
@@ -20,7 +20,7 @@ class Process(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The letter that ps shows; `X` if it has ended, and `?` where this process cannot find out."""
+        """The letter that ps shows; `X` if the process has ended, and `?` if this process cannot find out."""
         return _look(self.pid, self.began)[0]
 
     @property
@@ -30,18 +30,18 @@ class Process(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it has been told to stop; one that a debugger holds has not."""
+        """Whether it was stopped by a signal; a process held by a debugger was not."""
         return self.state == "T"
 
 
 def this_process() -> Process:
-    """Return the process that calls this; 0 where the system does not tell of others."""
+    """Return this process; with id 0 if the system does not show other processes."""
     began = _look(os.getpid(), None)[1]
     return Process(os.getpid() if began else 0, began)
 
 
 def this_host() -> str:
-    """Return what tells this host, and the numbers of processes on it, from others."""
+    """Return a string that identifies this host, and its process ids."""
     if not Path("/proc/self/ns").exists():
         return os.uname().nodename
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -54,7 +54,7 @@ def _look(pid: int, began: int | None) -> tuple[str, int]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
-    except OSError:  # no free file descriptor, say, which tells nothing about the other process
+    except OSError:  # no free file descriptor, for example: says nothing about the other process
         return "?", 0
     if began is not None and (int(fields[19]) != began or int(fields[6]) & _EXITING):
         return "X", 0

@@ -1,4 +1,4 @@
-"""Opening a channel: where it is the first one over a process group, its ranks are connected."""
+"""Opens a channel; the first one over a process group connects its ranks."""
 
 from datetime import timedelta
 from typing import cast
@@ -41,6 +41,6 @@ def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = TI
         tree = wire(group, timeout)
         channel = Channel(tree, timeout)
         with telling_failures(channel):
-            channel.close(meets=True)  # none of them leaves before all have come out
+            channel.close(meets=True)  # no rank leaves before all are connected
         _trees[group] = tree
     return Channel(tree, timeout)

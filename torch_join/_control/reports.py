@@ -1,4 +1,4 @@
-"""What ranks say in a channel, and what errors say of those who wait in it in vain."""
+"""The results of a channel's barriers and health checks, and the error of a timeout in it."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from torch_join._control.codec import closed
 
 @dataclass(frozen=True)
 class BarrierResult:
-    """What all ranks together said in one barrier.
+    """The result of one barrier, from all ranks.
 
     Attributes:
         total: The sum of every rank's `count`, rounded once.
-        notices: What the ranks that had something to say sent, by rank.
+        notices: By rank, the notices that were sent.
     """
 
     total: float
@@ -23,16 +23,16 @@ class BarrierResult:
 
 @closed("status")
 class Status(NamedTuple):
-    """What a rank says of itself when a failure is looked into.
+    """A rank's description of itself, for finding the cause of a failure.
 
     Attributes:
         models: Its forwards and synced backwards, by model.
-        word: What it has announced in the tail, as all active ranks must: a checksum, how much, the last.
-        loader: Where its loader is in a collective: at which step, and of which ranks.
+        word: Its announcements in the tail, equal on all active ranks: a checksum, their number, the last one.
+        loader: If its loader is in a collective: the step, and the collective's ranks.
         asked: How often all ranks' places in their loaders were asked for, as far as it knows.
         step: The step of the loop, if it is in one.
         leader: The lowest rank that has batches, as far as it knows: the one that writes the log.
-        synced: In which steps of the loop it has synced gradients.
+        synced: The steps of the loop in which it has synced gradients.
     """
 
     models: list[list[int]]
@@ -45,11 +45,11 @@ class Status(NamedTuple):
 
 
 class Health(NamedTuple):
-    """Who is there.
+    """Which ranks are alive.
 
     Attributes:
-        answers: By rank, whether it waits on this channel, and what its `status` says.
-        silent: Who has not answered, less those that are asked through such a one.
+        answers: By rank, whether it waits on this channel, and its `Status`.
+        silent: The ranks that have not answered, without those that are reached only through such a rank.
     """
 
     answers: dict[int, tuple[bool, Status | None]]
@@ -61,7 +61,7 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
 
     Args:
         waited: Who has waited for whom, and for how long.
-        who: Who of these does what.
+        who: What these ranks do.
     """
     return JoinTimeoutError(
         f"{waited} to say whether they have a next batch, or what comes next: {who}. Usual causes: a loader that takes"

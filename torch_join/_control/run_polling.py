@@ -1,4 +1,4 @@
-"""Doing in another thread what torch may wait for without an end, and looking meanwhile whether it makes sense."""
+"""Runs a torch call that may block for ever in another thread, and checks meanwhile whether to give up."""
 
 import threading
 from collections.abc import Callable
@@ -13,11 +13,11 @@ def run_polling(act: Callable[[], T], look: Callable[[], None]) -> T:
     """Return what `act` returns, or raise what it raises.
 
     Args:
-        act: Called in a thread, which is left to itself where `look` raises.
-        look: Called again and again until then.
+        act: Called in a thread, which is left running if `look` raises.
+        look: Called repeatedly until then.
     """
     results: list[T] = []
-    errors: list[BaseException] = []  # not a future: it would keep the frames that wait for it, and what these hold
+    errors: list[BaseException] = []  # a future would keep the waiting frames, and what they hold
 
     def run() -> None:
         try:

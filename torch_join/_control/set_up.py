@@ -1,7 +1,7 @@
-"""What ranks tell each other over their process group, until they are connected.
+"""The ranks' messages over their process group, until they are connected.
 
-Its collectives go past the dispatcher, where a tap may listen. Gloo waits in them until its own timeout, and tells a
-rank only of the end of those that it sends to or receives from: so each rank looks meanwhile whether others are there.
+Its collectives bypass the dispatcher, where a tap may listen. Gloo waits in them until its own timeout, and notices
+only the end of ranks that it sends to or receives from, so meanwhile each rank checks whether the others are there.
 """
 
 import math
@@ -24,22 +24,22 @@ from torch_join._control.run_polling import run_polling
 
 T = TypeVar("T")
 
-_ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # whether gloo knows that a rank is gone: each question leaves bytes with that one
-_STAYS = 2.0  # seconds until a rank leaves that has noticed: ranks of other hosts would take it for the one that failed
-_COME_WITHIN = 60.0  # seconds, once all are here: they may try to connect for half of it
-_BREAKS_WITHIN = 4.0  # seconds, in which it shows who has broken a collective
+_ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # between questions to gloo whether a rank is gone; each sends that rank bytes
+_STAYS = 2.0  # seconds until a rank that has noticed leaves: other hosts would take it for the one that failed
+_COME_WITHIN = 60.0  # seconds, once all ranks are here: they may try to connect for half of it
+_BREAKS_WITHIN = 4.0  # seconds, in which it shows which rank has broken a collective
 
 
 class SetUp:
-    """What one rank says, and hears.
+    """One rank's side of the exchange.
 
     Args:
         group: The process group.
         timeout: How long it waits for others.
 
     Attributes:
-        peers: The others; their processes, once they are known.
-        problem: This rank's error, which it has yet to send.
+        peers: The other ranks; with their processes, once these are known.
+        problem: This rank's error, to be sent in the next exchange.
     """
 
     problem = ""
@@ -50,7 +50,7 @@ class SetUp:
         self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
         self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
         self._begun = self._asks_at = 0.0
-        self._until = self._come_until = math.inf  # of the current wait, and of all once the ranks have met
+        self._until = self._come_until = math.inf  # the current wait's, and that of all waits once the ranks have met
 
     def meet(self) -> None:
         """Wait until all ranks are here.
@@ -65,10 +65,10 @@ class SetUp:
                 run_polling(lambda: _compat.meet(self._group, self._timeout), self.look)
             else:
                 self._gather(torch.zeros(1))
-        self._come_until = time.monotonic() + _COME_WITHIN  # the same on all ranks, nearly
+        self._come_until = time.monotonic() + _COME_WITHIN  # nearly the same on all ranks
 
     def exchange(self, value: T, of: Any) -> list[T]:
-        """Return what each rank says, by rank; all of them call this."""
+        """Return each rank's value, by rank; all of them call this."""
         self._begin_to_wait(self._come_until)
         data = torch.frombuffer(bytearray(_codec.encode(value)), dtype=torch.uint8)
         with self._finding_the_cause():
@@ -93,7 +93,7 @@ class SetUp:
     def look(self) -> None:
         """Raise if another process has ended, or the wait has timed out. Waits for other ranks call this repeatedly.
 
-        For processes on this host the system tells, also of one that has been stopped for a second; for others gloo.
+        It asks the system about processes on this host, also about those stopped for a second; about others, gloo.
         """
         now = time.monotonic()
         if (found := self.peers.find_failed({})) is None and now > self._asks_at:
@@ -115,7 +115,7 @@ class SetUp:
 
     @contextmanager
     def _finding_the_cause(self) -> Iterator[None]:
-        """Say who has broken a collective inside, or has not come to it."""
+        """Find out which rank has broken a collective inside, or has not come to it, and raise that error."""
         try:
             yield
         except JoinError:

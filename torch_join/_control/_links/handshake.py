@@ -1,6 +1,6 @@
-"""How the ends of a connection know each other: both show that they know a secret, without saying it.
+"""The handshake of a new connection: both ends prove that they know a secret, without sending it.
 
-Whoever connects is given five seconds, and does not hold up others. Both ends look meanwhile whether a rank has failed.
+A connecting process has five seconds, and does not hold up others. Meanwhile both ends check whether a rank has failed.
 """
 
 import errno
@@ -16,22 +16,22 @@ from typing import Any, cast
 
 from torch_join._base.errors import JoinError
 
-HOSTS_OWN = "unix:"  # begins an address that is a name in Linux's abstract namespace, which has no files
+HOSTS_OWN = "unix:"  # prefix of an address in Linux's abstract namespace, which has no files
 
 _LOOKS_EVERY = 0.1  # seconds
-_STRANGER_SECONDS = 5.0  # for one that has not shown what it knows
+_STRANGER_SECONDS = 5.0  # for a connection that has not proved that it knows the secret
 _MOST_STRANGERS = 64
 _REACHES_WITHIN = 2.0  # before all addresses are tried again
 _NONCE = 16
-_HELLO = struct.Struct(f"<I{_NONCE}s32s")  # rank, what the other end has to sign, the signature
+_HELLO = struct.Struct(f"<I{_NONCE}s32s")  # rank, the nonce for the other end to sign, the signature
 
-Where = tuple[list[str], int]  # addresses and port of a rank that listens
+Where = tuple[list[str], int]  # addresses and port of a listening rank
 
-# ------------------------------------------------------------ the end that listens
+# ------------------------------------------------------------ the listening end
 
 
 class _Stranger:
-    """A connection whose other end has not shown that it knows the secret."""
+    """A connection whose other end has not proved that it knows the secret."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -44,14 +44,14 @@ class _Stranger:
 def accept(
     listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, look: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """Wait for all children, unless `look` raises; nothing that others send, or do not, changes that.
+    """Wait for all children, unless `look` raises; no stranger can disturb this.
 
     Args:
-        listener: Where they connect to.
-        children: By rank, what errors call it.
-        secret: What they have to know.
+        listener: The listening socket.
+        children: By rank, its name in errors.
+        secret: The secret that children know.
         deadline: By `time.monotonic`.
-        look: Called again and again.
+        look: Called repeatedly.
     """
     found: dict[int, socket.socket] = {}
     strangers: list[_Stranger] = []
@@ -119,14 +119,14 @@ def _check(stranger: _Stranger, secret: bytes) -> int | None:
     return rank if hmac.compare_digest(signature, _sign(secret, "child", rank, stranger.nonce)) else None
 
 
-# ------------------------------------------------------------ the end that connects
+# ------------------------------------------------------------ the connecting end
 
 
 def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Callable[[], None]) -> socket.socket:
-    """Connect to a rank that listens, by whichever of its addresses reaches it first."""
+    """Connect to a listening rank, by the first of its addresses that works."""
     problems: list[str] = []
     while time.monotonic() < deadline:
-        look()  # no address may answer
+        look()  # here too, since no address may answer
         for address, connection in _reached(*where, look, problems):
             try:
                 connection.settimeout(_LOOKS_EVERY)
@@ -136,7 +136,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
                 if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
                     return connection
                 problems.append(f"{address}: somebody else is there")
-            except JoinError:  # of `look`, of which some are an OSError too
+            except JoinError:  # from `look`; some are also an OSError
                 connection.close()
                 raise
             except OSError as error:
@@ -149,7 +149,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
 def _reached(
     addresses: Sequence[str], port: int, look: Callable[[], None], problems: list[str]
 ) -> Iterator[tuple[str, socket.socket]]:
-    """Connect to all addresses at once; yield each that is reached with its connection, and note why others are not."""
+    """Connect to all addresses at once; yield each that answers with its connection, and note why others fail."""
     deadline = time.monotonic() + _REACHES_WITHIN
     with selectors.DefaultSelector() as selector:
         try:
@@ -175,7 +175,7 @@ def _reached(
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """Begin to connect; when a connection can be written to, it is there or has failed."""
+    """Start to connect; once the socket is writable, the connection is established or has failed."""
     place: Any = "\0" + address.removeprefix(HOSTS_OWN)
     family = socket.AF_UNIX
     if not address.startswith(HOSTS_OWN):

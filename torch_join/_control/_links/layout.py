@@ -1,8 +1,8 @@
-"""Who is connected to whom.
+"""Which ranks are connected to each other.
 
-Ranks of one host form a heap in which each has up to seven children, and so do the first ranks of the hosts above them.
-So a host of eight ranks is one level deep. At 64 processes on two cores a barrier costs the busiest rank 111 to 116 us
-of processor time so; with eight children each 117 to 125, with six 112 to 119, and all others the same.
+The ranks of one host form a heap in which each has up to seven children, and so do the first ranks of the hosts above
+them. So a host of eight ranks is one level deep. With 64 processes on two cores, a barrier then costs the busiest rank
+111 to 116 us of processor time; with eight children each 117 to 125, with six 112 to 119; all other ranks pay the same.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ _WIDTH = 7
 
 
 class Layout:
-    """Who is connected to whom.
+    """Which ranks are connected to each other.
 
     Args:
-        hosts: By rank, what tells its host from others.
+        hosts: By rank, a string that identifies its host.
         rank: This rank.
 
     Attributes:
-        parent: Whom this rank passes barriers on to; `None` for rank 0.
-        children: Who passes them on to this rank.
-        elsewhere: The names of other hosts than this rank's, by the ranks that are there.
+        parent: The rank to which this rank passes barriers on; `None` for rank 0.
+        children: The ranks that pass barriers on to this rank.
+        elsewhere: The names of other hosts, by the ranks on them.
         below: By child, the ranks that reach this one through it, as the bits of a number.
     """
 
@@ -47,7 +47,7 @@ class Layout:
         self.subtree = (1 << rank) | sum(self.below.values())
 
     def between(self, rank: int) -> set[int]:
-        """Return the ranks that a message to another one goes through."""
+        """Return the ranks on the way of a message to another rank."""
         mine, theirs = self._up(self._rank), self._up(rank)
         top = next(one for one in mine if one in theirs)
         return {*mine[: mine.index(top) + 1], *theirs[: theirs.index(top) + 1]} - {self._rank, rank}
@@ -60,7 +60,7 @@ class Layout:
         return way
 
     def next_to(self, rank: int) -> int:
-        """Return the neighbour that is on the way to a rank."""
+        """Return the neighbour on the way to a rank."""
         for child, ranks in self.below.items():
             if ranks >> rank & 1:
                 return child

@@ -4,28 +4,28 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 
-_HEADER = struct.Struct("<IBI")  # bytes that follow, kind, stream
-MAX_BYTES = 1 << 30  # of one message, and of what waits to be sent over one connection
-# So that the end of a host, or of the network to it, is noticed after about 40 seconds: where nothing is said, and, in
-# milliseconds, where a message is under way, for which the system sends no keepalive.
+_HEADER = struct.Struct("<IBI")  # number of bytes that follow, kind, stream
+MAX_BYTES = 1 << 30  # of one message, and of the unsent data of one connection
+# So the end of a host, or of the network to it, is noticed after about 40 seconds: on an idle connection, and (in
+# milliseconds) while a message is being sent, when the system sends no keepalives.
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 40_000}
 
 
 def pack(kind: int, stream: int, payload: bytes) -> bytes:
-    """Return a message as it is sent."""
+    """Return the bytes of a message."""
     return _HEADER.pack(len(payload), kind, stream) + payload
 
 
 class Link:
-    """A connection, and what is under way on it.
+    """A connection, with its unfinished messages.
 
     Args:
         connection: The socket.
         peer: The neighbour's rank.
 
     Attributes:
-        incoming: The part of a message that has come.
-        outgoing: What has yet to be sent.
+        incoming: The part of a message received so far.
+        outgoing: The data still to be sent.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
@@ -42,18 +42,18 @@ class Link:
         self.outgoing = bytearray()
 
     def messages(self, data: bytes) -> Iterable[tuple[int, int, bytes] | None]:
-        """Go through the messages that `data`, and what has come before it, complete: kind, stream, payload.
+        """Iterate over the messages that `data` completes: kind, stream, payload.
 
-        `None` comes in place of one that is too long, and after it nothing.
+        A message that is too long is replaced by `None`, which ends the iteration.
         """
-        if not self.incoming and len(data) >= _HEADER.size:  # most often one message, and no more
+        if not self.incoming and len(data) >= _HEADER.size:  # usually exactly one message
             length, kind, stream = _HEADER.unpack_from(data)
             if len(data) == _HEADER.size + length:
                 return ((kind, stream, data[_HEADER.size :]),)
         return self._parts(data)
 
     def _parts(self, data: bytes) -> Iterator[tuple[int, int, bytes] | None]:
-        # None is left for later: a signal's handler may wait, and so read, in the midst of what follows from one.
+        # Keep all data first: a signal handler may wait, and so read, while a message is being handled.
         self.incoming += data
         while len(self.incoming) >= _HEADER.size:
             length, kind, stream = _HEADER.unpack_from(self.incoming)

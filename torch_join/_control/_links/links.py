@@ -1,16 +1,16 @@
 """Connections of one process to its neighbours in a tree: no call here waits for a neighbour.
 
-One thread per process forwards what others say to each other while this one computes. Whoever waits reads the
-connections itself meanwhile, and the thread sleeps through: it waits on a second epoll, in which the first is a file,
-and is taken out of it with one call. (At two ranks a message that comes through the thread takes 120 to 144 us, one
-that the waiting thread reads 46 to 62.) So it sleeps, too, where this process says that it reads in a moment: a thread
-that wakes up in the midst of a step takes the interpreter's lock from it, and a core.
+While a process computes, one thread forwards the messages between its neighbours. A thread that waits reads the
+connections itself, and the forwarding thread sleeps: it waits on a second epoll, which contains the first as a file,
+and one call removes that file. (At two ranks, a message through the forwarding thread takes 120 to 144 us, one that the
+waiting thread reads 46 to 62.) It also sleeps when this process announces that it reads in a moment: a thread that
+wakes up in the middle of a step takes the interpreter's lock and a core from it.
 
-A child process that was forked holds copies of all descriptors, and would keep the connections of a parent that has
-died open: so it closes them at once.
+A forked child process holds copies of all descriptors, and would keep the connections of a dead parent open, so it
+closes them at once.
 
-The contract relied on: an epoll descriptor is readable when some of its files are (epoll(7)); bytes that a process has
-sent before it ended are read before the end of the connection is.
+The contract relied on: an epoll descriptor is readable when some of its files are (epoll(7)); bytes that a process sent
+before it ended are read before the end of the connection.
 """
 
 import os
@@ -24,14 +24,14 @@ from contextlib import suppress
 
 from torch_join._control._links.link import MAX_BYTES, Link, pack
 
-_READ_BYTES = 1 << 16  # room is made for them at each read: with twice as many by the system, in 13 us more
-_BYE = 255  # the kind of the last message, of one that closes its connections
+_READ_BYTES = 1 << 16  # allocated at each read: with twice as many by a system call, which takes 13 us more
+_BYE = 255  # the kind of the last message, before a process closes its connections
 _LOOKS_FOR = 1.0  # seconds, after a connection has ended
 _LOOKS_EVERY = 0.02
 _FLUSH_SECONDS = 2.0
-_READS_WITHIN = 0.1  # seconds, in which a process reads that says it will; else the thread does
+_READS_WITHIN = 0.1  # seconds, after which the thread reads for a process that announced a read
 
-Handle = Callable[[int, int, int, bytes], None]  # whose message it is, its kind, its stream, and what it says
+Handle = Callable[[int, int, int, bytes], None]  # called with sender, kind, stream and payload
 
 
 class Links:
@@ -39,15 +39,15 @@ class Links:
 
     Args:
         connections: By rank.
-        handle: Called with each message, in order, in whatever thread reads it, one at a time.
-        lost: Called in the thread with the ranks whose connection has ended without a goodbye, and for how many
-            seconds; again and again.
+        handle: Called with each message, in order and one at a time, in the thread that reads it.
+        lost: Called repeatedly in the forwarding thread with the ranks whose connection ended without a goodbye, and
+            the seconds since.
 
     Attributes:
         lock: Held while a message is handled.
         reads_deferred: Whether the thread sleeps until this process reads; see `defer_reads`.
-        left: Who has said goodbye.
-        messages: How many were sent, and how many have come.
+        left: The ranks that have sent a goodbye.
+        messages: The numbers of messages sent and received.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Links:
         self._handle = handle
         self._lost = lost
         self._links = {peer: Link(connection, peer) for peer, connection in connections.items()}
-        self._takers = {**self._links}  # less those to which nothing can be sent; what they have said is still read
+        self._takers = {**self._links}  # without those that can no longer be sent to, but may still be read
         self._by_file = {link.socket.fileno(): link for link in self._links.values()}
         self._ended: dict[int, float] = {}  # since when
         self._readers = 0  # threads that wait, and read themselves
         self._is_taking = False
         self.reads_deferred = False
-        self._deferrals = 0  # how many times it was
-        self._pause: float | None = None  # how long the thread sleeps at most
+        self._deferrals = 0  # the number of `defer_reads`
+        self._pause: float | None = None  # the longest sleep of the thread
         self._process = os.getpid()
         self._closing = not connections  # a world of one
         if self._closing:
@@ -76,11 +76,11 @@ class Links:
         _alive.add(self)
 
     def begin(self) -> None:
-        """Start the thread, once `handle` and `lost` are ready to be called."""
+        """Start the thread, once `handle` and `lost` may be called."""
         if not self._closing:
             self._thread.start()
 
-    # ------------------------------------------------------------ what `PortableLinks` does otherwise
+    # ------------------------------------------------------------ overridden in `PortableLinks`
 
     def _open(self) -> None:
         self._inner, self._outer = select.epoll(), select.epoll()
@@ -92,11 +92,11 @@ class Links:
         self._outer.register(self._alarm, select.EPOLLIN)
 
     def _wake(self) -> None:
-        """Have the thread look around."""
+        """Wake the thread."""
         os.eventfd_write(self._alarm, 1)
 
     def _watch(self, link: Link, writes: bool) -> None:
-        """Hear from now on when there is something to be read, or room for what has yet to be sent."""
+        """Wait from now on for data to read and, if `writes`, for room to send."""
         self._inner.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if writes else 0))
 
     def _unwatch(self, link: Link) -> None:
@@ -107,7 +107,7 @@ class Links:
         self._outer.close()
         os.close(self._alarm)
 
-    # ------------------------------------------------------------ what others use
+    # ------------------------------------------------------------ for other modules
 
     @property
     def files(self) -> frozenset[int]:
@@ -115,11 +115,11 @@ class Links:
         return frozenset(self._by_file)
 
     def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
-        """Send a message to each of these, or what of it there is room for: the rest follows."""
+        """Send a message to each peer, as far as there is room: the rest follows."""
         message = pack(kind, stream, payload)
         with self.lock:
             for peer in peers:
-                if (link := self._takers.get(peer)) is not None:  # else whoever waits hears that it is gone
+                if (link := self._takers.get(peer)) is not None:  # else a waiting thread finds out that it is gone
                     self._send(link, message)
 
     def _send(self, link: Link, message: bytes) -> None:
@@ -142,7 +142,7 @@ class Links:
             self._watch(link, writes=True)
 
     def begin_reading(self) -> bool:
-        """Begin a wait: this thread reads, and the other one need not wake up; return that it does."""
+        """Start a wait: this thread reads, and the forwarding thread sleeps; return `True`: it reads."""
         with self.lock:
             self._readers += 1
             if self._readers == 1 and not self._closing:
@@ -151,7 +151,7 @@ class Links:
         return True
 
     def end_reading(self) -> bool:
-        """End it; return that it reads no more."""
+        """End a wait; return `False`: this thread no longer reads."""
         with self.lock:
             self._readers -= 1
             if self._readers == 0 and not self._closing:
@@ -159,7 +159,7 @@ class Links:
         return False
 
     def defer_reads(self) -> None:
-        """Note that this process reads in a moment: the thread sleeps meanwhile, unless it is long about it."""
+        """Note that this process reads in a moment: the thread sleeps meanwhile, for a short time at most."""
         with self.lock:
             self._deferrals += 1
             unsent = any(link.outgoing for link in self._links.values())
@@ -170,7 +170,7 @@ class Links:
                     self._wake()
 
     def resume(self) -> None:
-        """Have the thread read at once again, if that was put off."""
+        """Make the thread read at once again, if that was deferred."""
         if self.reads_deferred:
             with self.lock:
                 if self.reads_deferred and not self._closing:
@@ -178,17 +178,17 @@ class Links:
                     self.reads_deferred = False
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
-        """Handle the messages that are there; if there are none, wait for some, from `begin_reading` to `end_reading`.
+        """Handle the messages that are there; without any, wait for some, from `begin_reading` to `end_reading`.
 
         Args:
-            seconds: How long at most.
-            awake_until: Until when, by `time.monotonic`, the core is kept awake meanwhile.
+            seconds: The longest wait.
+            awake_until: Until when, by `time.monotonic`, to keep the core awake meanwhile.
         """
         if self._closing or (not seconds and (self._readers or self._is_taking)):
             time.sleep(seconds)
-            return  # what there is, is read by whoever waits, or by what a signal's handler has interrupted
+            return  # the waiting thread reads, or the code that a signal handler has interrupted
         found = None
-        if seconds:  # without the lock: others may send meanwhile
+        if seconds:  # without the lock, so that other threads can send meanwhile
             while awake_until and time.monotonic() < awake_until and not (found := self._inner.poll(0)):
                 os.sched_yield()
             found = found or self._inner.poll(seconds)
@@ -201,7 +201,7 @@ class Links:
                     self._is_taking = False
 
     def flush(self) -> None:
-        """Wait until all is sent, for a few seconds at most."""
+        """Wait until all data is sent, for a few seconds at most."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         self.begin_reading()
         try:
@@ -224,7 +224,7 @@ class Links:
         self._drop()
 
     def drop_in_child(self) -> None:
-        """Close the descriptors, and nothing else: the connections are those of the process that has forked."""
+        """Only close the descriptors: the connections belong to the process that has forked."""
         self.lock = threading.RLock()  # another thread may have held it
         self._closing = True
         self._drop()
@@ -264,7 +264,7 @@ class Links:
 
     def _take(self, found: list[tuple[int, int]]) -> None:
         for file, events in found:
-            if self._closing:  # by the garbage collector, maybe, in the midst of this
+            if self._closing:  # perhaps by the garbage collector, in the middle of this loop
                 return
             if (link := self._by_file.get(file)) is None:
                 continue
@@ -318,7 +318,7 @@ class Links:
         self._stop_sending(link)
         self._unwatch(link)
         with suppress(OSError):
-            link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is there
+            link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is alive
         self._wake()  # the thread finds out why
 
 

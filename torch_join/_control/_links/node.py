@@ -1,10 +1,10 @@
-"""The ranks as a tree, and what its nodes do with messages: pass them on, merge barriers, keep what was said to all.
+"""The ranks as a tree: its nodes pass messages on, merge barriers, and keep values sent to all.
 
-A message to all goes over each connection once. So does one that many ranks send at a time to say the same: with 1,024
-who check each other's health, rank 0 would pass on three million messages.
+A message to all goes over each connection once. So does one that many ranks send at the same time with the same
+content: if 1,024 ranks checked each other's health, rank 0 would pass on three million messages.
 
-Messages of one rank come in the order in which it sent them, and after whatever it had received: two ways in a tree
-part at one node, which passes on what comes first.
+Messages from one rank arrive in the order in which it sent them, and after everything that it had received: two paths
+in a tree part at one node, which passes messages on in order.
 """
 
 import hashlib
@@ -20,30 +20,30 @@ from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
 
 POST, FAIL, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(9)  # kinds of messages
-_POST = struct.Struct("<QI")  # until which record, and bytes of the name that follows, and the value after it
-# Number, how many have come, bytes of their sum, and of the set of ranks, that follow.
+_POST = struct.Struct("<QI")  # the last record, and the size of the name that follows; the value comes after it
+# Number, number of ranks that have come, and the sizes of their sum and of the set of ranks, which follow.
 _BARRIER = struct.Struct("<QIHH")
 _BEAT_BYTES = _BARRIER.size
-# Beats of these numbers are none: sums of which the first of the ranks hears, and gathers. They go the same ways.
+# Messages with these numbers are sums, which the first of the ranks gets, and gathers; they go the same ways.
 SUMS, GATHERS = 1 << 62, 1 << 63
-_KEPT, _SUMS_KEPT = 4096, 16  # of what a rank keeps for others to ask for, and of what rank 0 has added up
-VALUE = struct.Struct("<II")  # of which rank, and how many bytes follow
-QUESTION = struct.Struct("<IIIq")  # who is asked, who asks, for the how manieth time, a number
-_ANSWER = struct.Struct("<II")  # who has asked, for the how manieth time
-_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # which health check; and which rank, whose answer follows
-_SAME_CALL_SECONDS = 0.1  # where many notice the same, they check health once
-_NEVER = 1 << 32  # a call that nobody answers
+_KEPT, _SUMS_KEPT = 4096, 16  # the most values that a rank keeps for others, and sums that rank 0 keeps
+VALUE = struct.Struct("<II")  # the rank, and the number of bytes that follow
+QUESTION = struct.Struct("<IIIq")  # the rank asked, the rank asking, the question's number, an operand
+_ANSWER = struct.Struct("<II")  # the rank that asked, and the question's number
+_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # the health check; that, and the rank that answers
+_SAME_CALL_SECONDS = 0.1  # ranks that notice the same problem within it share one health check
+_NEVER = 1 << 32  # a call without answers
 _BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
-_NOTICES_WITHIN = 1.0  # the other end, perhaps amid a call: one that has left by then would be taken for killed
+_NOTICES_WITHIN = 1.0  # the other end, which may be busy; if it finds this process gone, it takes it for killed
 
 
 def number_of(name: str) -> int:
-    """Return what stands for a name that is used once."""
+    """Return a number for a name that is used once."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def values_of(said: bytes) -> dict[int, bytes]:
-    """Return what ranks have said in a gather, each with a `VALUE` before it."""
+    """Return the values of a gather by rank; each is preceded by a `VALUE`."""
     values, begin = {}, 0
     while begin < len(said):
         rank, length = VALUE.unpack_from(said, begin)
@@ -69,14 +69,14 @@ def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
 
 
 class Node:
-    """The part of a tree that messages are handled by; the thread keeps it.
+    """This rank's node of a tree, which handles messages; the links' thread refers to it.
 
     Args:
         layout: The tree.
         rank: This rank.
-        processes: Of the ranks on this rank's host.
-        global_ranks: By rank, the number that errors say.
-        is_gone: Says of a rank of another host whether its process has ended, or `None` where nothing tells.
+        processes: The processes of the ranks on this rank's host.
+        global_ranks: By rank, its number in errors.
+        is_gone: Tells whether the process of a rank on another host has ended, or `None` if that is not known.
 
     Attributes:
         stays_until: When this process may leave at the earliest, by `time.monotonic`.
@@ -99,12 +99,12 @@ class Node:
         self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
         self.streams: dict[int, ChannelState] = {}
-        self._lost: dict[int, str] = {}  # why, by neighbour
+        self._lost: dict[int, str] = {}  # the cause, by neighbour
         self.stays_until = 0.0
-        self.opened = 0  # streams up to this one; what comes for one that was, and is no more, is passed on alone
+        self.opened = 0  # the number of streams opened; messages for a forgotten one are only passed on
 
     def handle(self, peer: int, kind: int, number: int, payload: bytes) -> None:
-        """Handle a message of a neighbour."""
+        """Handle a message from a neighbour."""
         if kind == UP:
             self.arrive(number, *_unpack(payload))
         elif kind == DOWN:
@@ -122,12 +122,12 @@ class Node:
             self.pass_on(peer, kind, number, payload)
 
     def end(self, number: int) -> None:
-        """Forget a stream; what others say in it is passed on all the same."""
+        """Forget a stream; other ranks' messages in it are still passed on."""
         with self.links.lock:
             self.streams.pop(number, None)
 
     def pass_on(self, source: int | None, kind: int, number: int, payload: bytes) -> None:
-        """Send to all neighbours but one."""
+        """Send to all neighbours except `source`."""
         self.links.send((each for each in self._neighbours if each != source), kind, number, payload)
 
     def _stream(self, number: int) -> ChannelState | None:
@@ -135,15 +135,15 @@ class Node:
             return self.streams.setdefault(number, ChannelState())
         return self.streams.get(number)
 
-    # ------------------------------------------------------------ what one says to all
+    # ------------------------------------------------------------ messages to all ranks
 
     def post(self, number: int, until: int, key: str, value: bytes) -> None:
-        """Give a key a value, on all ranks, until they pass this record of the log."""
+        """Set a key to a value, on all ranks, until they pass this record of the log."""
         name = key.encode()
         self._say(number, POST, _POST.pack(until, len(name)) + name + value)
 
     def fail(self, number: int, told: bytes) -> None:
-        """Tell all of a failure, unless one is known: ranks may differ then."""
+        """Report a failure to all ranks, unless one is known; ranks may know different ones then."""
         if (stream := self._stream(number)) is not None and stream.failure is None:
             self._say(number, FAIL, told)
 
@@ -152,7 +152,7 @@ class Node:
         self.pass_on(None, kind, number, payload)
 
     def _note(self, number: int, kind: int, payload: bytes) -> None:
-        """Take note of what is said to all."""
+        """Note a message to all ranks."""
         if (stream := self._stream(number)) is None:
             return
         if kind == FAIL:
@@ -162,12 +162,12 @@ class Node:
             end = _POST.size + length
             stream.keep_until(until, payload[_POST.size : end].decode(), payload[end:])
 
-    # ------------------------------------------------------------ what many say to all, once
+    # ------------------------------------------------------------ messages that many ranks send to all, once
 
     def call_roll(self, number: int) -> tuple[int, float]:
-        """Have all ranks answer, unless they have just been called; return to which call, as in `ChannelState.places`.
+        """Have all ranks answer, unless they were called just now; return the call's number in `ChannelState.places`.
 
-        And until when to wait at least: what a rank has told before its answer may still be under way to this one.
+        Also return until when to wait at least: messages that a rank sent before its answer may still be under way.
         """
         if (stream := self._stream(number)) is None:
             return _NEVER, 0.0
@@ -196,7 +196,7 @@ class Node:
     # ------------------------------------------------------------ questions to one rank
 
     def ask(self, number: int, kind: int, payload: bytes) -> None:
-        """Answer a question, or pass it on: what a number comes to with another one, or what is kept."""
+        """Answer a question, or pass it on: add a number and return the sum, or return a value that is kept."""
         rank, who, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
             self.links.send([self.layout.next_to(rank)], kind, number, payload)
@@ -215,7 +215,7 @@ class Node:
             self._answer(number, who, asked, stream.kept[key])
 
     def keep(self, number: int, key: str, value: bytes) -> None:
-        """Keep a value, and answer those who wait for it."""
+        """Keep a value, and answer the ranks that wait for it."""
         if (stream := self._stream(number)) is not None:
             stream.kept[key] = value
             if len(stream.kept) > _KEPT:
@@ -236,7 +236,7 @@ class Node:
     # ------------------------------------------------------------ barriers
 
     def arrive(self, number: int, barrier: int, came: int, total: int, ranks: int, notices: bytes) -> None:
-        """Note who has come; pass it on when all below this rank have that come at all."""
+        """Note which ranks have come; pass it on when all participating ranks below this one have come."""
         if (stream := self._stream(number)) is None:
             return
         if (before := stream.arrivals.pop((barrier, ranks), None)) is not None:
@@ -263,7 +263,7 @@ class Node:
     # ------------------------------------------------------------ connections that end
 
     def look_after(self, ended: Mapping[int, float]) -> None:
-        """Find out why connections have ended, and tell: an end alone proves nothing."""
+        """Find out why connections have ended, and report it: an end alone proves nothing."""
         for peer, seconds in ended.items():
             if peer in self._lost:
                 continue
@@ -278,7 +278,7 @@ class Node:
             else:
                 self.stays_until = time.monotonic() + _NOTICES_WITHIN
                 names = sorted((self.global_ranks[self.rank], self.global_ranks[peer]))
-                # Children that a process has forked, as a DataLoader does, keep its connections for some seconds.
+                # Forked children, such as a DataLoader's workers, keep a process's connections open for some seconds.
                 maybe = f"by the network, or rank {self.global_ranks[peer]}'s process is gone. Its own log says more."
                 text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
@@ -286,7 +286,7 @@ class Node:
                 self.tell_who_is_lost()
 
     def tell_who_is_lost(self) -> None:
-        """Say in all streams that a neighbour has failed, unless a failure is known there."""
+        """Report in all streams that a neighbour has failed, unless a failure is known there."""
         for peer, text in self._lost.items():
             for number, stream in [*self.streams.items()]:
                 if stream.failure is None:

@@ -1,6 +1,6 @@
-"""Connections where the system has no epoll, or no eventfd (macOS).
+"""Connections on systems without epoll or eventfd (macOS).
 
-The thread reads, and wakes up whoever waits. A message takes 0.1 ms longer than with epoll.
+The thread reads, and wakes up the waiting thread. A message takes 0.1 ms longer than with epoll.
 """
 
 import selectors
@@ -17,17 +17,17 @@ class PortableLinks(Links):
 
     def _open(self) -> None:
         self._came = threading.Condition(self.lock)
-        self._seen = 0  # messages, at the last read
+        self._seen = 0  # messages received up to the last read
         self._bell, self._hears = socket.socketpair()
         self._bell.setblocking(False)
         self._hears.setblocking(False)
 
     def _wake(self) -> None:
-        with suppress(OSError):  # there is more than enough in it
+        with suppress(OSError):  # it is full, and so wakes the thread anyway
             self._bell.send(b"x")
 
     def _watch(self, link: Link, writes: bool) -> None:
-        self._wake()  # the thread asks for what there is to be sent, each time
+        self._wake()  # each time, the thread looks up which links have data to send
 
     def _unwatch(self, link: Link) -> None:
         self._wake()
@@ -43,7 +43,7 @@ class PortableLinks(Links):
         return False
 
     def defer_reads(self) -> None:
-        """There is nothing to be put off."""
+        """Do nothing: the thread always reads."""
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
         with self.lock:
@@ -68,7 +68,7 @@ class PortableLinks(Links):
 
     def _forward(self) -> None:
         while not self._closing:
-            with selectors.DefaultSelector() as selector:  # each time, since anything may have changed
+            with selectors.DefaultSelector() as selector:  # made anew, since anything may have changed
                 selector.register(self._hears, selectors.EVENT_READ)
                 with self.lock:
                     for link in self._by_file.values():

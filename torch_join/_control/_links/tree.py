@@ -16,17 +16,17 @@ from torch_join._control._links.node import Node
 from torch_join._control._links.portable import PortableLinks
 from torch_join._control._links.stream import ChannelState
 
-_READ_SECONDS = 0.05  # for which a wait reads at a time
-# A core that is asleep takes 0.1 to 0.4 ms to hear of a message, and keeps the sender as long, which adds up where many
-# are waited for in a step. More than these milliseconds gain nothing: what is awake slows down what shares a core. Any
-# other wait is of a meeting, to which ranks come together as a rule: a barrier of two takes 23 us so, and 74 asleep,
-# and less processor time.
+_READ_SECONDS = 0.05  # the longest single read of a wait
+# A sleeping core takes 0.1 to 0.4 ms to notice a message, and delays the sender as much, which adds up over many waits
+# in a step. More than these milliseconds gain nothing: a busy core slows down what shares it. Other waits are for
+# meetings, to which ranks usually come together: a barrier of two takes 23 us like this, and 74 asleep, and less
+# processor time.
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
-_LOOKS_EVERY = 16  # reads, where something comes within each
+_LOOKS_EVERY = 16  # reads, if something arrives within each
 
 
 def has_epoll() -> bool:
-    """Whether a process can read its connections in whatever thread waits, while another one sleeps."""
+    """Whether any waiting thread can read the connections while another thread sleeps."""
     return hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 
@@ -34,8 +34,8 @@ class Tree:
     """This rank's node.
 
     Args:
-        connections: To the neighbours.
-        node: What handles their messages.
+        connections: The connections to the neighbours.
+        node: Handles their messages.
     """
 
     def __init__(self, connections: Mapping[int, socket], node: Node) -> None:
@@ -43,8 +43,8 @@ class Tree:
         self.node = node
         kind = Links if has_epoll() else PortableLinks
         node.links = self.links = kind(connections, node.handle, node.look_after)
-        self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # that are open, by their streams
-        self.watch: object = None  # what watches them
+        self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the open ones, by stream
+        self.watch: object = None  # watches them
         self.close = weakref.finalize(self, self.links.close)
         self.links.begin()
 
@@ -60,14 +60,14 @@ class Tree:
         stream: ChannelState | None = None,
         is_awake: bool = False,
     ) -> None:
-        """Read until something is so; call `look` again and again, which may take its time.
+        """Read until `ready`; call `look` repeatedly, which may take its time.
 
         Args:
-            ready: Whether it is so.
-            look: Raises if it is not to be waited for any more.
-            stream: `look` is called where a failure has come in it, or when nothing has come for 50 ms or much has;
-                if there is none, at once and after each read.
-            is_awake: Whether the core is kept awake for milliseconds and not only briefly, if every rank of this host
+            ready: Returns whether the wait is over.
+            look: Raises to end the wait.
+            stream: `look` is called if a failure has arrived in it, or when nothing has arrived for 50 ms or much has;
+                without a stream, at once and after each read.
+            is_awake: Whether to keep the core awake for milliseconds and not only briefly, if every rank of this host
                 has one.
         """
         links, is_reading, seen, reads = self.links, False, -1, 1
@@ -84,12 +84,12 @@ class Tree:
                     try:
                         look()
                     except JoinError:
-                        if ready():  # it came before the failure that `look` has read of
+                        if ready():  # it arrived before the failure that `look` raised
                             return
                         raise
                 if not is_reading:
                     is_reading = links.begin_reading()
-                if links.messages[1] == seen:  # none that another thread has read since
+                if links.messages[1] == seen:  # no other thread has read one since
                     links.read(_READ_SECONDS, awake_until)
                 reads += 1
         finally:
@@ -99,16 +99,16 @@ class Tree:
                 links.resume()
 
     def part(self) -> None:
-        """Wait until all is sent, and until the other end of a connection that broke has noticed, for seconds at most.
+        """Wait until all data is sent, and until the other end of a broken connection has noticed, for seconds at most.
 
-        It would take a rank that has left by then for one that was killed.
+        If this rank left before that, the other end would take it for killed.
         """
         self.links.flush()
-        if (stays := self.node.stays_until - time.monotonic()) > 0:  # to sleep for no time gives the core away, too
+        if (stays := self.node.stays_until - time.monotonic()) > 0:  # even sleeping for no time gives the core away
             time.sleep(stays)
 
     def open(self) -> tuple[int, ChannelState]:
-        """Begin the next stream, as all ranks do; its messages may have come before. Return its number too."""
+        """Open the next stream, as all ranks do, with any messages that came early; return its number too."""
         node = self.node
         with self.links.lock:
             number, node.opened = node.opened, node.opened + 1

@@ -1,9 +1,9 @@
-"""Making the connections of a tree: who listens where, and how both ends know each other.
+"""Makes the connections of a tree: where ranks listen, and how both ends identify themselves.
 
-A rank with children listens until these are there, and no longer; at the address where gloo does (that of the interface
-which GLOO_SOCKET_IFNAME names, or of the host's name), without gloo at all of them. Where all of them are on its host
-it is a socket of that host alone, if one can be had: what goes over it costs a third of what TCP does (send and
-receive: 2.5 and 7.8 us). Both ends show that they know a secret, which goes over the process group.
+A rank with children listens until they have connected: at gloo's address (that of the interface in GLOO_SOCKET_IFNAME,
+or of the host's name), without gloo at all addresses. If all children are on its host, it uses a socket of that host
+alone, if possible: it costs a third of what TCP does (send and receive: 2.5 and 7.8 us). Both ends prove that they know
+a secret, which was sent over the process group.
 """
 
 import errno
@@ -30,9 +30,9 @@ from torch_join._control.set_up import SetUp
 _WITHIN = 30.0  # seconds, for all connections
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_LOCAL = ("127.", "fe80:", "::1")  # begins addresses that are none for other hosts
+_LOCAL = ("127.", "fe80:", "::1")  # prefixes of addresses that other hosts cannot use
 
-_Here = tuple[str, int, int, str]  # host; process, 0 where the system does not tell of others; a secret, if rank 0's
+_Here = tuple[str, int, int, str]  # host; process id (0 if the system shows no others) and start; rank 0's secret
 
 
 def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
@@ -73,7 +73,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     where: Where = [], 0
     connections: dict[int, socket.socket] = {}
     try:
-        # What goes wrong on a rank is said in the next exchange, and so raised on all of them.
+        # A rank's error is sent in the next exchange, and so raised on all of them.
         try:
             if layout.children:
                 is_own = all(everyone[child][0] == here[0] for child in layout.children)
@@ -135,10 +135,10 @@ def _listen_on_this_host() -> socket.socket:
 
 
 def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
-    """Listen to ranks of this host alone, or to those of others too.
+    """Listen to ranks of this host alone, or to those of other hosts too.
 
     Raises:
-        OSError: The interface that is named has no address.
+        OSError: The interface in the environment variable has no address.
     """
     if on_this_host:
         return _listen_on_this_host()
@@ -147,7 +147,7 @@ def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
         if not addresses:
             raise OSError(errno.ENODEV, f"No such device, or it has no address: {name} ({_INTERFACE})")
         return _listen_at(addresses[0])
-    # As gloo does: at the first address of the host's name that is one of this host.
+    # As gloo does: at the first address of the host's name that belongs to this host.
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM) if where_gloo_does else []
         for address in [str(place[0]) for *_, place in found if not str(place[0]).startswith(_LOCAL)]:
@@ -164,21 +164,21 @@ def _listen_at(address: str) -> socket.socket:
 
 
 def _addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface by which other hosts may reach it: that of IPv4 first."""
-    import fcntl  # of POSIX, as the rest is
+    """Return the addresses of an interface at which other hosts may reach it, IPv4 first."""
+    import fcntl  # POSIX only, like the rest
 
     found = []
     request = struct.pack("256s", interface.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it may have IPv6 alone
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it may have only IPv6
         found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
-    with suppress(OSError), open("/proc/net/if_inet6") as file:  # of each: address, ..., and the interface
+    with suppress(OSError), open("/proc/net/if_inet6") as file:  # each line: address, ..., interface
         rows = [line.split() for line in file]
         found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
     return [address for address in found if not address.startswith("fe80:")]
 
 
 def _where(listener: socket.socket) -> Where:
-    """Return where others may reach a socket."""
+    """Return where other ranks can reach a socket."""
     bound = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return [HOSTS_OWN + bound[1:].decode()], 0
@@ -188,7 +188,7 @@ def _where(listener: socket.socket) -> Where:
 def _addresses() -> list[str]:
     """Return this host's addresses."""
     found = [address for _, name in socket.if_nameindex() for address in _addresses_of(name)]
-    if not found:  # no Linux
+    if not found:  # not Linux
         with suppress(OSError):
             found = [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)]
     outside = [address for address in found if not address.startswith(_LOCAL)]
