@@ -1,4 +1,4 @@
-"""Collectives in backward, or of its gradients: who has to know of one before it is issued, and how it is weighted."""
+"""Collectives in backward, or of its gradients: who must know of one before it is issued, and how it is weighted."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,27 +14,27 @@ from torch_join._base.weighting import name_of
 from torch_join._collectives.call import is_inexact, multiplied, tensors_in
 from torch_join._compat import operators as _compat_c10d
 
-GATHERS = ("all_gather", "gather", "all_to_all")  # of which a rank gets what others have computed, and not a sum of it
-EXCHANGES = ("all_to_all", "reduce_scatter")  # how the names of operations begin by which experts get tokens
+GATHERS = ("all_gather", "gather", "all_to_all")  # a rank receives other ranks' values, not their sum
+EXCHANGES = ("all_to_all", "reduce_scatter")  # prefixes of operations that bring tokens to experts
 
 
 class Backwards:
-    """What a `CollectiveTap` tells of collectives in the backwards of a loop, and asks.
+    """What a `CollectiveTap` calls for collectives in, and around, the backwards of a loop.
 
     Args:
         tail_log: The loop's `TailLog`.
-        members: Who is active.
-        check: Called with each first; see `before_collective`.
+        members: Which ranks are active.
+        check: Called first with each collective; see `before_collective`.
 
     Attributes:
-        in_pieces: Whether backwards are announced piece by piece, since there may be collectives besides
-            DistributedDataParallel's: an autograd function has had one in forward. Once true it stays so.
-        always: Whether they are from the first one on, before anything shows that they must.
-        replicas: Whether all ranks hold the same of what DistributedDataParallel ignores.
+        in_pieces: Whether backwards are announced piece by piece, since they may have other collectives than
+            DistributedDataParallel's: an autograd function had one in its forward. Once true, it stays true.
+        always: Whether to do so from the first backward on, before anything shows the need for it.
+        replicas: Whether all ranks have equal copies of the parameters that DistributedDataParallel ignores.
     """
 
     def __init__(self, tail_log: Any, members: Membership, check: Callable[[list[int], bool], None]) -> None:
-        self._tail_log: Any = weakref.proxy(tail_log)  # a circle would keep what that refers to, after the loop
+        self._tail_log: Any = weakref.proxy(tail_log)  # a cycle would keep its references alive after the loop
         self._members = members
         self.check = check
         self.replicas = False
@@ -43,11 +43,11 @@ class Backwards:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
+        """Reset to the state before the first step."""
         self.in_pieces = self.always
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
-        """Hear of a collective in backward; what this raises, the collective raises.
+        """Prepare for a collective in backward; the collective raises the errors raised here.
 
         Args:
             group: The global ranks of its process group.
@@ -69,9 +69,9 @@ class Backwards:
             raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
-        """Hear of a collective of an autograd function's forward, while `in_pieces` is false.
+        """Note a collective in an autograd function's forward, while `in_pieces` is false.
 
-        All active ranks must come to the same: where only some of them know of it, it shows nothing.
+        All active ranks must come to the same conclusion: a collective that only some of them see proves nothing.
 
         Args:
             group: The global ranks of its process group.
@@ -79,14 +79,14 @@ class Backwards:
         self.in_pieces = {*self._members.global_ranks} <= {*group}
 
     def before_exchange(self, operation: str, group: list[int]) -> None:
-        """Hear of a model's collective by which ranks may use what others own (`EXCHANGES`).
+        """Check a model's collective through which ranks may use other ranks' parameters (`EXCHANGES`).
 
         Args:
             operation: Its name.
             group: The global ranks of its process group.
 
         Raises:
-            UnsupportedError: Ranks that have joined may own a part of a model.
+            UnsupportedError: Joined ranks may own a part of a model.
         """
         if not self._tail_log.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
@@ -101,15 +101,15 @@ class Backwards:
             )
 
     def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:
-        """Hear, in the tail, of a gather of what a forward computes, through which gradients flow.
+        """Check, in the tail, a gather in a forward through which gradients flow.
 
         Args:
             operation: Its name.
             group: The global ranks of its process group.
-            joined: Those of them that have joined.
+            joined: The joined ranks among them.
 
         Raises:
-            UnsupportedError: Its group is of some ranks only, which compute something together that takes all of them.
+            UnsupportedError: The group has some ranks only, which compute one batch together and are all needed.
         """
         zeros = f"{operation} with gradients, in a forward, while {name_ranks(joined)} of its group"
         if {*self._members.global_ranks} - {*group}:
@@ -129,15 +129,15 @@ class Backwards:
         )
 
     def before_reduction(self, operation: str, reduce_op: str | None, tensors: Sequence[Tensor]) -> bool:
-        """Hear of a reduction beside backward, in the tail.
+        """Prepare for a reduction outside of backward, in the tail.
 
         Args:
             operation: Its name.
             reduce_op: The name of its reduce operation.
-            tensors: What it reduces.
+            tensors: The tensors to reduce.
 
         Returns:
-            Whether that is weighted already, so that its mean over all ranks is that over the active ones.
+            Whether these are weighted already, so that their mean over all ranks is the mean over the active ones.
         """
         if reduce_op not in ("SUM", "AVG"):
             return False
@@ -157,26 +157,26 @@ class Backwards:
         return True
 
     def _is_apart(self, group: list[int]) -> bool:
-        """Whether this rank is the only one of the loop's in a group (of tensor parallelism, say): none can join it."""
+        """Whether this rank is the loop's only one in a group (of tensor parallelism, say): no other can join it."""
         return len({*self._members.global_ranks} & {*group}) < 2
 
     def weighs(self, group: list[int]) -> bool:
-        """Whether these ranks' gradients (global ones, of a process group) are weighted where they reach parameters."""
+        """Whether the gradients of these global ranks of a process group are weighted where they reach parameters."""
         if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
         return any(each.is_model and each.in_pieces for each in self._tail_log.participants)
 
     @property
     def weighting(self) -> str:
-        """What errors call the weighting."""
+        """The weighting's name in errors."""
         return name_of(self._members.weighting)
 
     @property
     def factor(self) -> float:
-        """What the gradients of the backward that is under way are multiplied with where they reach parameters.
+        """The factor by which gradients of the current backward are multiplied where they reach parameters.
 
         Raises:
-            UnsupportedError: That backward does not come to the parameters.
+            UnsupportedError: That backward does not reach the parameters.
         """
         if any(model.will_accumulate for model in self._tail_log.models()):
             return self._members.loss_factor
@@ -188,7 +188,7 @@ class Backwards:
 
 
 def late(operation: str) -> UnsupportedError:
-    """Return the error of a collective that comes in a backward which was announced as a whole."""
+    """Return the error for a collective in a backward that was announced as a whole."""
     return UnsupportedError(
         f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
         " some ranks have joined: those may have gone through the whole backward already. Set backward_collectives=True"
@@ -196,21 +196,21 @@ def late(operation: str) -> UnsupportedError:
     )
 
 
-_SENT = ("input", "tensor")  # how the names of arguments begin that hold what is sent
+_SENT = ("input", "tensor")  # prefixes of the arguments that are sent
 _MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # without a reduction, or with a sum
 
 
 def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weighting: str) -> bool:
-    """Return whether a collective in backward is one of gradients that are weighted later.
+    """Return whether a collective in backward handles gradients that are weighted later.
 
     Args:
         operation: Its name.
         args: The arguments of its operator.
         is_adjoint: Whether the backward of an autograd function issues it.
-        weighting: What errors call the weighting.
+        weighting: The weighting's name in errors.
 
     Raises:
-        UnsupportedError: Nobody can tell, or there is no way to weigh it.
+        UnsupportedError: This cannot be known, or there is no way to weigh it.
     """
     if "barrier" in operation or not any(map(is_inexact, tensors_in(args, *_SENT, "output"))):
         return False
@@ -227,13 +227,13 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
 
 
 def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: float) -> Any:
-    """Issue a collective of gradients that are multiplied by a factor of this rank's own only later.
+    """Issue a collective of gradients that this rank multiplies by its own factor only later.
 
-    What a rank sends is, on another rank, a part of gradients that are multiplied with the other one's factor. So it
-    is multiplied here, with this rank's own, and what is received is divided by that.
+    A value that this rank sends becomes part of gradients that another rank multiplies by its factor. So it is
+    multiplied here by this rank's factor, and received values are divided by it.
 
     Args:
-        issue: Issues it.
+        issue: Issues the collective.
         args: The arguments of its operator.
         factor: The factor, not zero.
     """
@@ -252,6 +252,6 @@ def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: floa
             own.wait()
         for tensor in received:
             tensor.div_(factor)
-    # Another one, that is done: to wait again may write what was received again (gloo's `reduce_scatter` does).
+    # A new, finished work: waiting for the old one again may write the received values again (gloo's `reduce_scatter`).
     done = _compat_c10d.finished_work(received)
     return (*others, done) if others else done

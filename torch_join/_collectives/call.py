@@ -1,4 +1,4 @@
-"""A collective as a description that another rank can act upon, and what cannot be described."""
+"""The description of a collective for other ranks to act upon, and the collectives that cannot be described."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ _FROM_ROOT = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_l
 
 
 class Refusal(NamedTuple):
-    """Something that a joined rank cannot take part in.
+    """A call in which a joined rank cannot take part.
 
     Attributes:
-        what: What it is, for the docs.
+        what: The call, for the docs.
         why: Why a joined rank cannot.
-        instead: What to use instead.
+        instead: The replacement.
     """
 
     what: str
@@ -90,7 +90,7 @@ _MOST_OBJECTS = 1 << 20
 
 @closed("stand-in")
 class TensorSpec(NamedTuple):
-    """What a stand-in for a tensor must look like (`sparse_dim` is `None` for a dense one)."""
+    """The form of a stand-in for a tensor (`sparse_dim` is `None` for a dense one)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class TensorSpec(NamedTuple):
 
     def validate(self) -> None:
         """Raise a `ValueError` if there can be no such tensor."""
-        # The product last: that of many or long numbers takes seconds, in which no other thread runs.
+        # The product comes last: for many or long numbers it takes seconds, in which no other thread runs.
         few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
         if not few or math.prod(self.shape) > _MOST_ELEMENTS:
             raise ValueError(f"no tensor has the shape {brief(self.shape)}")
@@ -109,13 +109,13 @@ class TensorSpec(NamedTuple):
 @closed("call")
 @dataclass(frozen=True)
 class Call:
-    """A collective that an active rank issues, and all that a joined rank needs to take part.
+    """A collective that an active rank issues, with all that a joined rank needs to take part.
 
     Attributes:
         operation: Its name in `torch.distributed` (an object collective is one operation).
         group: The name of its process group.
-        device: The type of the device that its tensors are on.
-        inputs: The tensors it sends, or in which it both sends and receives; lists are flattened.
+        device: The device type of its tensors.
+        inputs: The tensors that it sends, or both sends and receives; lists are flattened.
         outputs: The tensors it receives.
         reduce_op: The name of the reduce operation.
         root: The source or destination, as a global rank.
@@ -147,7 +147,7 @@ class Call:
 
 
 def describe(operation: str, group: str, root: int | None, args: dict[str, Any]) -> Call:
-    """Describe a collective by its operator's arguments; an object collective by its first operator's."""
+    """Describe a collective from its operator's arguments; an object collective from its first operator's."""
     inputs, outputs = tensors_in(args, "input", "tensor"), tensors_in(args, "output")
     device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
     if operation in OBJECT_OPERATIONS:
@@ -158,15 +158,15 @@ def describe(operation: str, group: str, root: int | None, args: dict[str, Any])
         wait_all_ranks = bool(args.get("wait_all_ranks", False))
         return Call(operation, group, device, timeout=args["timeout"] / 1000, wait_all_ranks=wait_all_ranks)
     if operation == "gather":
-        outputs = []  # only the destination has some
+        outputs = []  # only the destination has any
     if operation == "scatter":
-        inputs = []  # only the source has some
+        inputs = []  # only the source has any
     reduce_op = _compat_c10d.unbox_reduce_op(args["reduce_op"]) if "reduce_op" in args else None
     return Call(operation, group, device, _specs(inputs), _specs(outputs), reduce_op, root)
 
 
 def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
-    """Whether a collective is the first of those that the object collective `name` is made of."""
+    """Whether a collective is the first of those that make up the object collective `name`."""
     if operation != ("all_gather" if "gather" in name else "broadcast"):
         return False
     # It is the exchange of sizes; the next one of its kind carries bytes.
@@ -174,12 +174,12 @@ def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
 
 
 def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _compat_c10d.Origin) -> Refusal | None:
-    """Return why joined ranks cannot take part in a collective, if they cannot.
+    """Return why joined ranks cannot take part in a collective, or `None` if they can.
 
     Args:
         call: Its description.
         args: Its operator's arguments.
-        joined: The members of its group that have joined.
+        joined: The joined members of its group.
         origin: Where it comes from.
     """
     if (owner := origin.owner) is not None:
@@ -199,13 +199,13 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
 
 
 def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination: bool) -> dict[str, Any]:
-    """Multiply what a reducing collective sends and return its operator's arguments with that.
+    """Multiply the inputs of a reducing collective; return its operator's arguments with the products.
 
-    A tensor is changed only where its content is lost to the result anyway.
+    A tensor is changed in place only if the result overwrites it anyway.
     """
     in_place = "tensors" in args and (call.operation != "reduce" or is_destination)
     if in_place:
-        # Inference mode, since tensors from there can be changed in there only.
+        # In inference mode, because inference tensors can be changed only there.
         with torch.inference_mode():
             for tensor in _flat(args["tensors"]):
                 tensor.mul_(factor)
@@ -218,7 +218,7 @@ def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination
 
 
 def multiplied(value: Any, factor: float) -> Any:
-    """Return an operator's argument, a tensor or nested lists of such, times `factor`; whole numbers as they are."""
+    """Return an operator's argument, a tensor or nested lists of tensors, times `factor`; integers stay unchanged."""
     if isinstance(value, Tensor):
         return value * factor if is_inexact(value) else value
     return [multiplied(each, factor) for each in value]
@@ -237,7 +237,7 @@ def _is_equal_exchange(call: Call, args: dict[str, Any]) -> bool:
 
 
 def tensors_in(args: dict[str, Any], *prefixes: str) -> list[Tensor]:
-    """Return the tensors in those arguments of an operator whose names begin so; lists are flattened."""
+    """Return the tensors in an operator's arguments with these prefixes; lists are flattened."""
     return list(_flat([value for name, value in args.items() if name.startswith(prefixes) and "split" not in name]))
 
 

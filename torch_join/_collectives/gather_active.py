@@ -1,4 +1,4 @@
-"""A gather of the active ranks' tensors, through which gradients flow if they are to."""
+"""A gather of the active ranks' tensors, through which gradients may flow."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ def gather_active(tensor: Tensor, active: Sequence[int], group: Any, sync_grads:
     """Return the tensors of the active ranks, stacked; all of these call it, with the same shape and type.
 
     Args:
-        tensor: This rank's.
+        tensor: This rank's tensor.
         active: The active ranks, as ranks of the group.
         group: The group of all ranks, `None` in a single process.
         sync_grads: Whether each rank's tensor gets the gradients of all ranks' losses, or none.
@@ -31,12 +31,12 @@ def gather_active(tensor: Tensor, active: Sequence[int], group: Any, sync_grads:
 
 
 def join_rows(tensor: Tensor, rows: Sequence[int], gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return all ranks' rows, one below the other, by a gather that takes tensors of one shape.
+    """Return all ranks' rows, concatenated, with a gather that needs tensors of one shape.
 
     Args:
-        tensor: This rank's, of shape `(own rows, ...)`; all but the first dimension are alike on all ranks.
-        rows: How many rows each rank has.
-        gather: Returns, of tensors of `max(rows)` rows, one of shape `(len(rows), max(rows), ...)`.
+        tensor: This rank's rows, of shape `(own rows, ...)`; only the first dimension may differ between ranks.
+        rows: Each rank's number of rows.
+        gather: Returns, for tensors of `max(rows)` rows, one of shape `(len(rows), max(rows), ...)`.
     """
     most = max(rows)
     if most == 0:

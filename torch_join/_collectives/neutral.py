@@ -1,4 +1,4 @@
-"""What a joined rank contributes to each collective, such that it does not change the active ranks' result."""
+"""A joined rank's contribution to each collective, which does not change the active ranks' result."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +16,7 @@ from torch_join._compat import operators as _compat_c10d
 
 def _lowest(dtype: torch.dtype) -> float:
     if dtype.is_floating_point:
-        # Not every float of eight bits has an infinity.
+        # Some 8-bit floats have no infinity.
         return -torch.inf if dtype.itemsize > 1 else torch.finfo(dtype).min
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
@@ -28,18 +28,18 @@ def _highest(dtype: torch.dtype) -> float:
 
 
 def _all_bits(dtype: torch.dtype) -> float:
-    # As a signed integer, all bits set is minus one. Backends have no bitwise operations on floats.
+    # In a signed integer, all bits set is minus one. Backends have no bitwise operations on floats.
     return -1 if dtype.is_signed else _highest(dtype)
 
 
 class Reduction(NamedTuple):
-    """What a joined rank contributes to one reduce operation.
+    """A joined rank's contribution to one reduce operation.
 
     Attributes:
         op: The name of the reduce operation.
-        contribution: What it contributes, in words.
-        result: What the active ranks get, in words.
-        value: What it contributes, by the tensors' dtype.
+        contribution: The contribution, in words.
+        result: The active ranks' result, in words.
+        value: The value contributed, by the tensors' dtype.
     """
 
     op: str
@@ -66,9 +66,9 @@ class Entry(NamedTuple):
 
     Attributes:
         operation: Its name in `torch.distributed`.
-        contribution: What a joined rank contributes, in words.
-        result: What the active ranks get, in words.
-        issue: Issues it on a joined rank, and waits if it can only be waited for.
+        contribution: A joined rank's contribution, in words.
+        result: The active ranks' result, in words.
+        issue: Issues it on a joined rank, and waits if it cannot be asynchronous.
     """
 
     operation: str
@@ -110,12 +110,12 @@ def mirror(call: Call) -> None:
 
 
 def _blank(specs: Sequence[TensorSpec], call: Call) -> list[Tensor]:
-    """Make what is received, or where nothing but zeros is sent."""
+    """Make tensors to receive into, or to send if only zeros are sent."""
     return [_filled(spec, 0, call.device) for spec in specs]
 
 
 def _neutral(call: Call) -> list[Tensor]:
-    """Make what is sent to be reduced."""
+    """Make the tensors that are sent into a reduction."""
     value = _VALUES[str(call.reduce_op)]
     return [_filled(spec, value(spec.dtype), call.device) for spec in call.inputs]
 
@@ -123,7 +123,7 @@ def _neutral(call: Call) -> list[Tensor]:
 def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
     if spec.sparse_dim is None:
         return torch.full(spec.shape, value, dtype=spec.dtype, device=device)
-    # What a sparse tensor does not name is zero, and neutral only in a sum, which is all that backends have.
+    # A sparse tensor's missing values are zeros, neutral only in a sum, the only sparse reduction of backends.
     indices = torch.empty((spec.sparse_dim, 0), dtype=torch.int64, device=device)
     values = torch.empty((0, *spec.shape[spec.sparse_dim :]), dtype=spec.dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
@@ -131,7 +131,7 @@ def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
 
 def _options(kind: Any, call: Call, group: dist.ProcessGroup) -> Any:
     options = kind()
-    if hasattr(options, "asyncOp"):  # else none of its kind is waited for
+    if hasattr(options, "asyncOp"):  # otherwise all of its kind are asynchronous
         options.asyncOp = True
     if call.reduce_op is not None:
         options.reduceOp = getattr(dist.ReduceOp, call.reduce_op)

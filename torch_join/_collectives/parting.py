@@ -1,8 +1,8 @@
 """A step that is the last one of some ranks only: whether a collective belongs to it, or comes after the loop.
 
-A loop by `iter` and `next` that never asks for its end looks, to this rank, as if what follows it were of its last
-step. So in such a step each rank counts its collectives, and one whose last step it is asks one that goes on whether
-that one comes to the same collective in it. Where it does not, this rank would wait for others in their next step.
+After a loop by `iter` and `next` that never asks for its end, this rank cannot tell whether the code that follows is
+still in its last step. So in such a step ranks count their collectives, and a rank in its last step asks one that
+continues whether it issues the same one. If not, this rank would wait for a collective of the next step.
 """
 
 import time
@@ -12,8 +12,8 @@ from torch_join._base.errors import JoinError, name_ranks
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
 
-_GRACE = 1.0  # seconds in which a rank that has failed tells of it
-# In which a rank can be done only when all have come.
+_GRACE = 1.0  # seconds in which a rank that has failed can report it
+# Collectives that complete only when all ranks have come.
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.", "DDP's")
 
 
@@ -21,7 +21,7 @@ class Parting:
     """Such a step, on one rank.
 
     Args:
-        members: Who is active.
+        members: Which ranks are active.
         channel: The channel between the ranks.
     """
 
@@ -32,25 +32,25 @@ class Parting:
 
     @property
     def is_on(self) -> bool:
-        """Whether the current step is such a one."""
+        """Whether the current step is the last one of some ranks only."""
         return bool(self._ending)
 
     def begin_loop(self, channel: Channel) -> None:
-        """Begin a loop; all ranks call this when all have left the one before: nobody asks of that any more."""
+        """Start a loop; all ranks call this once all have left the last one, about which no rank asks any more."""
         self._loops += 1
         self._channel = channel
         self._ending: Collection[int] = ()
         self._count = 0
 
     def begin(self, step: int, ending: Collection[int]) -> bool:
-        """Begin a step, which is the last one of the ranks `ending`; return whether others go on."""
+        """Start a step, which is the last one of the ranks `ending`; return whether other ranks continue."""
         self._ending = ending if 0 < len(ending) < len(self._members.active) else ()
         self._place = f"parting/{self._loops}/{step}"
         self._count = 0
         return bool(self._ending)
 
     def end(self) -> None:
-        """End it: this rank goes on, or has left the loop."""
+        """End the step: this rank continues, or has left the loop."""
         if self._ending:
             if self._members.rank not in self._ending:
                 self._count += 1
@@ -58,14 +58,14 @@ class Parting:
             self._ending = ()
 
     def before_collective(self, operation: str, waits: bool = True) -> None:
-        """Come to a collective of all ranks.
+        """Prepare for a collective of all ranks.
 
         Args:
             operation: Its name.
-            waits: Whether it is waited for at once: else others may have to hear of it first.
+            waits: Whether it is synchronous: if not, other ranks may have to know of it first.
 
         Raises:
-            JoinError: It is this rank's last step, and those that go on have not come to it in theirs.
+            JoinError: This is the rank's last step, and ranks that continue have not issued the collective in theirs.
         """
         if not (operation.startswith(_TOGETHER) and (goes_on := self._unlike(True, waits))):
             return
@@ -79,13 +79,13 @@ class Parting:
         )
 
     def before_backward(self, syncs: bool) -> None:
-        """Come to a backward of a sharded model.
+        """Prepare for a backward of a sharded model.
 
         Args:
             syncs: Whether it reduces gradients, which takes all ranks.
 
         Raises:
-            JoinError: It is this rank's last step, and those that go on do the other thing in theirs.
+            JoinError: This is the rank's last step, and ranks that continue do the opposite in theirs.
         """
         if not (goes_on := self._unlike(syncs)):
             return
@@ -99,7 +99,7 @@ class Parting:
         )
 
     def _unlike(self, says: bool, waits: bool = True) -> list[int]:
-        """Say something of what comes next; return the ranks that go on, in this rank's last step, if they differ."""
+        """Note what comes next; in this rank's last step, return the ranks that continue if theirs differs."""
         if not self._ending:
             return []
         self._count += 1
@@ -109,7 +109,7 @@ class Parting:
         goes_on = [rank for rank in self._members.active if rank not in self._ending]
         if not waits or says in self._channel.ask(self._key, goes_on[:1], bool).values():
             return []
-        # They may be about to tell of an error by which they have left the step.
+        # They may be about to report an error by which they have left the step.
         check, end = self._channel.failure_check(), time.monotonic() + _GRACE
         while time.monotonic() < end:
             check()

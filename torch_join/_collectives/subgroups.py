@@ -1,10 +1,9 @@
-"""Collectives in process groups of which some active ranks are no members.
+"""Collectives in process groups that some active ranks are not members of.
 
-Those cannot count them, so that the log which all active ranks keep is no place for them. Each such
-group has a log of its own, which its lowest active member writes. Each record tells after which one
-of the common log it comes, and at each of those the member notes how many have come before: so a
-joined rank takes part in everything in the order of the members, and never waits in one collective
-while a member waits for it in another.
+Those ranks cannot count them, so the log that all active ranks keep cannot hold them. Each such group has its own log,
+which its lowest active member writes. Each of its records states after which record of the common log it comes, and at
+each of those the member notes how many have come before: so a joined rank takes part in everything in the order of the
+members, and never waits in one collective while a member waits for it in another.
 """
 
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from torch_join._collectives.neutral import begin
 from torch_join._compat import operators as _compat_c10d
 from torch_join._control.channel import Channel
 
-_RECORD = tuple[int, Call]  # after how many of the common log it comes, and what
+_RECORD = tuple[int, Call]  # the number of common records before it, and the collective
 
 
 class Subgroups:
-    """The groups that are a part of a larger one, on one rank of that.
+    """The groups that are a part of a larger one, on one rank of the larger one.
 
     Args:
         channel: The channel of the larger group.
@@ -39,12 +38,12 @@ class Subgroups:
         self._rank = rank
         self.groups: dict[str, list[int]] = {}
         self._counts: dict[str, int] = {}
-        self._next: dict[str, tuple[int, Call]] = {}  # read, and not yet taken part in
+        self._next: dict[str, tuple[int, Call]] = {}  # read, but not yet taken part in
         self._works: list[dist.Work] = []
         self._active: tuple[int, ...] = ()  # at the last record
 
     def find(self, active: tuple[int, ...]) -> None:
-        """Look which groups there are; `active` are the ranks that had an input in the last step."""
+        """Find the groups that exist; `active` are the ranks that had an input in the last step."""
         self._active = active
         everyone = set(self._members)
         for name, ranks in _compat_c10d.groups_of_this_rank().items():
@@ -53,7 +52,7 @@ class Subgroups:
                 self._counts.setdefault(name, 0)
 
     def holds(self, call: Call) -> bool:
-        """Whether a collective is in one of these groups, and not in one of all ranks.
+        """Whether a collective is in one of these groups, and not in a group of all ranks.
 
         Raises:
             UnsupportedError: It is in a group of some of the ranks and others.
@@ -76,17 +75,17 @@ class Subgroups:
             self._channel.post(key, (self._channel.records, call))
 
     def mark(self, active: tuple[int, ...]) -> None:
-        """Note what comes before the next record of the common log; every active rank calls this, also as it joins."""
+        """Note the counts before the next record of the common log; every active rank calls this, also as it joins."""
         for name, ranks in self.groups.items():
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
     def follow(self, of: Any, also: Callable[[], None] | None = None) -> Any:
-        """Wait for the next record of the common log; meanwhile, take part in what comes in these groups.
+        """Wait for the next record of the common log; meanwhile, take part in these groups' collectives.
 
         Args:
             of: The type of a record, which ends with the active ranks.
-            also: What else to do meanwhile, and once more when the record is there.
+            also: Other work to do meanwhile, and once more when the record is there.
         """
         number = self._channel.records
 
@@ -98,7 +97,7 @@ class Subgroups:
         record = self._channel.follow(meanwhile if self.groups or also is not None else None, of)
         if also is not None:
             also()
-        before_, self._active = self._active, record[-1]  # who has joined since has left a note, too
+        before_, self._active = self._active, record[-1]  # a rank that has joined since has left a note, too
         for name, ranks in self.groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"
@@ -110,7 +109,7 @@ class Subgroups:
         return record
 
     def expect(self, group: str, active: tuple[int, ...]) -> Call | None:
-        """Return the next collective of a group, which this rank's own code takes part in; none if all have joined."""
+        """Return a group's next collective, in which this rank's own code takes part; `None` if all have joined."""
         if not any(rank in active for rank in self.groups[group]):
             return None
         if group not in self._next:
@@ -118,7 +117,7 @@ class Subgroups:
         return self._take(group)
 
     def _take_part(self, number: int) -> None:
-        """Take part in what comes before a record of the common log, as far as it has been announced."""
+        """Take part in the collectives announced so far that come before a record of the common log."""
         for name in self.groups:
             while name in self._next or self._channel.posted(self._key(name)):
                 if name not in self._next:

@@ -1,9 +1,9 @@
-"""See the collectives that this rank's own code issues, so that joined ranks can take part in them.
+"""Observes the collectives that this rank's own code issues, so that joined ranks can take part in them.
 
-Every collective of `torch.distributed`, also a functional or a compiled one, goes through the
-dispatcher's `c10d` operators. A kernel at "BackendSelect" comes before the backend's own, in every
-grad mode, and is called in a way that gives up the interpreter's lock before it waits; a kernel in
-the backend's place would keep it, and deadlock with Python callbacks in the backend's threads.
+Every collective of `torch.distributed`, also a functional or a compiled one, goes through the dispatcher's `c10d`
+operators. A kernel at "BackendSelect" comes before the backend's own, in every grad mode, and is called in a way that
+releases the interpreter's lock before it waits; a kernel in the backend's place would keep it, and deadlock with Python
+callbacks in the backend's threads.
 """
 
 import sys
@@ -35,28 +35,28 @@ __all__ = ["Call", "CollectiveTap"]
 
 
 class CollectiveTap:
-    """Hands a description of each collective to `observe` before it runs, while installed.
+    """Passes a description of each collective to `observe` before it runs, while installed.
 
-    It listens to the thread that installs it, and to the process groups of which a member has
-    joined. The collectives that DistributedDataParallel issues in backward are passed over. Those
-    that it issues in its forward are not, so they belong inside `ignoring()`.
+    It listens to the thread that installs it, and to process groups with a joined member. Collectives of
+    DistributedDataParallel in backward are ignored. Its collectives in forward are not, so they belong inside
+    `ignoring()`.
 
-    With `ReduceOp.AVG` it multiplies what this rank sends by the group's size over the number of
-    its active members, so that the result is the mean over these.
+    With `ReduceOp.AVG` it multiplies this rank's input by the group's size over the number of active members, so that
+    the result is the mean over these.
 
     Args:
-        observe: Called with each collective before it runs; what it raises, the collective raises.
-        joined: Whether a rank (a global one) has joined; asked at each collective. `None` is for a rank
-            that has joined itself and runs code that follows the active ranks' collectives on its own:
-            every group is listened to, and nothing is scaled.
-        backwards: What else is to be known of collectives in backward, and before it.
-        before: Called with each collective before all else: what it is, the global ranks of its group, and whether it
-            is waited for at once.
+        observe: Called with each collective before it runs; the collective raises the errors raised here.
+        joined: Whether a global rank has joined; called at each collective. `None` is for a rank that has joined itself
+            and runs code that follows the active ranks' collectives on its own: every group is listened to, and nothing
+            is scaled.
+        backwards: Called for collectives in, and around, backward.
+        before: Called first with each collective: its operation, the global ranks of its group, and whether it is
+            synchronous.
 
     Limits:
-        The creation of a process group is not a collective and not seen; nor is what goes around
-        the dispatcher: symmetric memory, and the methods of a backend object. Install and remove
-        it while no other thread issues collectives.
+        Creating a process group is not a collective and not seen; nor are calls that bypass the
+        dispatcher: symmetric memory, and the methods of a backend object. Install and remove
+        the tap while no other thread issues collectives.
     """
 
     _installed: ClassVar["CollectiveTap | None"] = None
@@ -95,7 +95,7 @@ class CollectiveTap:
                 " another one serves a tail."
             )
         self._thread = threading.get_ident()
-        self._others = _compat_c10d.threads()  # what these do all ranks have begun
+        self._others = _compat_c10d.threads()  # all ranks have started what these threads do
         self._library = _dispatch.c10d_library()
         CollectiveTap._installed = self
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
@@ -107,7 +107,7 @@ class CollectiveTap:
             raise
 
     def remove(self) -> None:
-        """Stop to listen and leave nothing behind; does nothing if not installed."""
+        """Stop listening and clean up; does nothing if not installed."""
         if not self.installed:
             return
         library, self._library = self._library, None
@@ -117,7 +117,7 @@ class CollectiveTap:
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Pass over the collectives issued inside; may be nested."""
+        """Ignore the collectives issued inside; may be nested."""
         self._ignoring += 1
         try:
             yield
@@ -127,7 +127,7 @@ class CollectiveTap:
     def _check_other_thread(self, args: dict[str, Any], caller: FrameType | None) -> None:
         if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
             return
-        of_all = len(_ranks(args)) == dist.get_world_size()  # who has joined is the other thread's to find out
+        of_all = len(_ranks(args)) == dist.get_world_size()  # only the other thread may find out who has joined
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
                 "torch.distributed.checkpoint.async_save needs a part of each rank, and some ranks have joined: they do"
@@ -148,7 +148,7 @@ class CollectiveTap:
             backwards.before_differentiable(_ranks(args))
 
     def _factor(self, operation: str, args: dict[str, Any], caller: FrameType | None) -> float:
-        """Return what gradients are multiplied with only after this collective, which is in backward."""
+        """Return the factor by which gradients in this collective in backward are multiplied only later."""
         if self._backwards is None or "process_group" not in args or not self._backwards.weighs(_ranks(args)):
             return 1
         if _compat_c10d.recomputes(caller):
@@ -168,7 +168,7 @@ class CollectiveTap:
         if self._ignoring or not self._is_ours():
             return
         if self._joined is not None:
-            self._joined(-1)  # a loop that was left is finished first, and nobody listens after that
+            self._joined(-1)  # first finishes a loop that was left, and so may remove the tap
         if self.installed:
             raise UnsupportedError(
                 "A CUDA graph is captured or replayed (by torch.cuda.graph, or torch.compile with"
@@ -180,7 +180,7 @@ class CollectiveTap:
     def _is_ours(self) -> bool:
         if threading.get_ident() == self._thread:
             return True
-        # For an accelerator's tensors the engine runs backward in threads of its own.
+        # For an accelerator's tensors, autograd runs backward in its own threads.
         return _compat_c10d.in_backward() and _compat_c10d.waits_for_backward(self._thread)
 
     def _see(self, operator: str, args: dict[str, Any], caller: FrameType | None) -> dict[str, Any]:
@@ -235,13 +235,13 @@ class CollectiveTap:
 
 
 def _ranks(args: dict[str, Any]) -> list[int]:
-    """Return the global ranks of the process group that an operator was given."""
+    """Return the global ranks of the process group in an operator's arguments."""
     return _compat_c10d.group_ranks(dist.ProcessGroup.unbox(args["process_group"]))
 
 
 @cache  # torch keeps kernels that have run
 def _kernel(operator: str) -> Callable[..., Any]:
-    """Return what runs in place of an operator as long as a tap is installed."""
+    """Return the kernel that runs in place of an operator while a tap is installed."""
     op = _dispatch.overload(operator)
     operation = _compat_c10d.OPERATORS.get(operator)
     names = _compat_c10d.argument_names(operator)
@@ -253,11 +253,11 @@ def _kernel(operator: str) -> Callable[..., Any]:
         is_ours = tap._is_ours()
         if is_ours and not tap._ignoring:
             caller = sys._getframe().f_back
-            while caller is not None and caller.f_code.co_filename == __file__:  # dynamo runs a frame within its own
+            while caller is not None and caller.f_code.co_filename == __file__:  # dynamo runs a frame inside itself
                 caller = caller.f_back
             backward = _compat_c10d.in_backward()
             ddps = backward and _compat_c10d.is_ddps(operation, caller)
-            # Trailing arguments that have their default are left out.
+            # Trailing arguments with their default values are left out.
             named = dict(zip(names, args, strict=False))
             if tap._backwards is not None and "process_group" in named:
                 tap._tell(tap._backwards, operation or operator, named, caller, ddps)
