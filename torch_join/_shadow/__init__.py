@@ -1,4 +1,4 @@
-"""What a joined rank runs in place of a model's step: DDP's own wrapper on a graph whose gradients are zero.
+"""A joined rank's replacement for a model's step: DDP's own wrapper around a graph with zero gradients.
 
 Begin with: `model_shadow.py`.
 """

@@ -1,7 +1,7 @@
-"""The buffers that DDP broadcasts, on a rank without a batch: as those that have one have registered them by now.
+"""The buffers that DDP broadcasts, on a rank without a batch: in the form that active ranks have registered by now.
 
 A forward may register a buffer anew, longer or of another type (a rotary cache that grows), or drop it, the same on all
-ranks that run it. A rank that runs none must hold something of the same form where DDP next broadcasts.
+ranks that run it. A rank that runs none needs buffers of the same form when DDP next broadcasts.
 """
 
 import math
@@ -19,7 +19,7 @@ _MOST_ELEMENTS = 1 << 40  # more than any device holds
 
 @closed("buffer")
 class Buffer(NamedTuple):
-    """What a buffer is, without its contents."""
+    """The description of a buffer, without its contents."""
 
     name: str
     dtype: torch.dtype
@@ -35,22 +35,22 @@ class Buffer(NamedTuple):
 
 
 class BufferNews:
-    """What ranks without a batch have been told of the forms of a model's buffers."""
+    """The forms of a model's buffers that ranks without a batch know."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Tell all again: a tail begins or ends."""
+        """Announce all again from now on: a tail starts or ends."""
         self._said: list[Buffer] | None = None
 
     def begin(self, model: nn.Module) -> None:
-        """Take it for known what there is now, unless something was told: all ranks have the same so far."""
+        """Take the current forms as known, unless some were announced: all ranks have the same so far."""
         if self._said is None:
             self._said = _forms(model)
 
     def since(self, model: nn.Module) -> list[Buffer] | None:
-        """Return what such ranks must know, if they do not yet."""
+        """Return the forms to announce, or `None` if they are known."""
         now = _forms(model)
         said, self._said = self._said, now
         return None if said == now else now
@@ -64,12 +64,12 @@ def _forms(model: nn.Module) -> list[Buffer]:
 
 
 def take(news: list[Buffer] | None, model: nn.Module, device: torch.device) -> None:
-    """Give a model buffers of these forms, in this order; what fits of its own stays.
+    """Give a model buffers of these forms, in this order; its own buffers stay if they fit.
 
     Args:
         news: The forms.
         model: The model.
-        device: Where its parameters are.
+        device: The device of its parameters.
 
     Raises:
         UnsupportedError: A buffer is in a module that this rank does not have.

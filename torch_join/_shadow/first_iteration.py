@@ -1,4 +1,4 @@
-"""A model's first iteration, which under `static_graph=True` decides how often each parameter fires in all others."""
+"""A model's first iteration, which under `static_graph=True` fixes how often each parameter fires in later ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +11,21 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_join._base.errors import JoinError, UnsupportedError
 
-# Which parameters fired in a model's first iteration, and how often: models outlive their shadows.
+# How often each parameter fired in a model's first iteration. Kept here because models outlive their shadows.
 _first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
-# The models whose first iteration was a shadow here, and how often they fired on a rank that had a batch.
+# Models whose first iteration was a shadow on this rank, and how often their parameters fired on a rank with a batch.
 _guessed: WeakKeyDictionary[DistributedDataParallel, list[int] | None] = WeakKeyDictionary()
 
 
 class FirstIteration:
-    """What this rank, and others, know of it.
+    """What this rank and others know of a model's first iteration.
 
     Args:
         ddp: The model.
-        parameters: Those that DDP averages, in its order.
+        parameters: The parameters that DDP averages, in its order.
 
     Attributes:
-        decides: Whether it decides about all others.
+        decides: Whether it decides about later iterations.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
@@ -37,21 +37,21 @@ class FirstIteration:
 
     @property
     def is_now(self) -> bool:
-        """Whether it has yet to come, or to end."""
+        """Whether it has not started or not ended yet."""
         return self._fired == {}
 
     def guess(self) -> None:
-        """Note that this rank runs it without a batch, if it is now."""
+        """Note that this rank runs it without a batch, if this is the first iteration."""
         if self.is_now:
             _guessed[self._ddp] = None
 
     def watch(self) -> None:
-        """Watch which parameters fire in the first iteration, where it decides about all others."""
-        if self._fired == {}:  # not `None`
+        """Watch which parameters fire in the first iteration, if it decides about later ones."""
+        if self._fired == {}:  # and not `None`
             self._watches += [self._watch(p, self._fired) for p in self._parameters if p.requires_grad]
 
     def unwatch(self) -> None:
-        """Watch no more: two who did would count twice."""
+        """Stop watching: two watches would count twice."""
         while self._watches:
             self._watches.pop().remove()
 
@@ -66,7 +66,7 @@ class FirstIteration:
         return self._times() if self._fired and self._ddp not in _guessed else None
 
     def note_fired(self, theirs: list[int] | None) -> None:
-        """Note what another rank knows, if this one does not: in a shadow, all parameters get one."""
+        """Note another rank's counts, if this rank has none: in a shadow, all parameters get a gradient."""
         if theirs is not None and self._ddp in _guessed:
             _guessed[self._ddp] = theirs
 
@@ -76,7 +76,7 @@ class FirstIteration:
         return self._fired is not None and _guessed.get(self._ddp) not in (None, self._times())
 
     def check_fired(self) -> None:
-        """Make sure that this rank can run the model itself.
+        """Raise if this rank cannot run the model itself.
 
         Raises:
             JoinError: DDP would wait for parameters that get no gradient.

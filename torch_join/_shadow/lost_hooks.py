@@ -1,4 +1,4 @@
-"""Hooks of a parameter that older torch loses: nothing may go on as if they had been called."""
+"""Detects parameter hooks that older torch loses, so that training does not continue as if they had been called."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class _Scaled(torch.autograd.Function):
 
 @functools.cache
 def are_lost() -> bool:
-    """Whether torch loses what a parameter has, once a checkpoint has run an autograd function again that saved it."""
+    """Whether torch loses a parameter's hooks when a checkpoint reruns an autograd function that saved it."""
     seen: list[bool] = []
     with torch.inference_mode(False), torch.enable_grad():
         x, weight = (torch.ones(1, device="cpu", requires_grad=True) for _ in range(2))
@@ -38,12 +38,12 @@ def are_lost() -> bool:
 def noticed(
     parameter: Tensor, hook: Callable[..., Any], matters: Callable[[], bool] = lambda: True
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Return a hook that comes before a parameter's gradient, and what ends the watch over it.
+    """Return a hook that runs before a parameter's gradient, and a function that ends the watch over it.
 
     Args:
         parameter: The parameter.
-        hook: What the hook returned calls. Where that is lost, the backward raises `UnsupportedError`.
-        matters: Whether that would change anything.
+        hook: Called by the returned hook. If torch loses that, the backward raises `UnsupportedError`.
+        matters: Whether the hook would change anything.
     """
     if not are_lost():
         return hook, lambda: None

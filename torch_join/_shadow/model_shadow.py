@@ -1,14 +1,13 @@
 """The zero-gradient pass: a DDP model's shadow on a rank that has no batch.
 
-The contract relied on: `DistributedDataParallel.forward` runs `self.module` and otherwise only
-plumbing (buffer broadcast, bucket rebuild, `prepare_for_backward`); its reducer hears of a gradient
-from a hook on the parameter's `AccumulateGrad` node, which autograd runs even when the incoming
-gradient is undefined; an undefined gradient counts as zero and as *unused*. So the real wrapper is
-run around a stand-in whose graph leads to every parameter with undefined gradients: DDP issues its
-own collectives in its own order, and leaves the average in `param.grad`.
+The contract relied on: `DistributedDataParallel.forward` runs `self.module` and otherwise only plumbing (buffer
+broadcast, bucket rebuild, `prepare_for_backward`); its reducer learns of a gradient from a hook on the parameter's
+`AccumulateGrad` node, which autograd runs even when the incoming gradient is undefined; an undefined gradient counts as
+zero and as *unused*. So the real wrapper is run around a stand-in whose graph leads to every parameter with undefined
+gradients: DDP issues its own collectives in its own order, and leaves the average in `param.grad`.
 
-Returning zeros instead would make every parameter count as used under `find_unused_parameters=True`,
-and momentum and weight decay would move parameters that no rank used.
+Returning zeros instead would make every parameter count as used under `find_unused_parameters=True`, and momentum and
+weight decay would move parameters that no rank used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,21 +30,21 @@ from torch_join._shadow.zero_gradient import zero_gradient
 
 
 class ModelShadow:
-    """What a rank without a batch runs in place of a forward of `ddp`.
+    """Runs in place of a forward of `ddp` on a rank without a batch.
 
     Args:
-        ddp: The model, which must not have run yet where it has `static_graph=True`.
+        ddp: The model, which must not have run yet if it has `static_graph=True`.
         watches: Whether to watch the first iteration at once.
 
     Attributes:
-        accumulated: Whether this rank has run a backward without a sync since the last one with.
+        accumulated: Whether this rank has run a backward without a sync since the last one with a sync.
         first: The model's first iteration.
-        news: What other ranks have been told of the model's buffers.
-        parameters: Those that DDP averages, in its order.
+        news: The announced forms of the model's buffers.
+        parameters: The parameters that DDP averages, in its order.
 
     Raises:
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
-        UnsupportedError: The model uses something whose collectives cannot be shadowed.
+        UnsupportedError: The model uses a feature whose collectives cannot be shadowed.
     """
 
     def __init__(self, ddp: DistributedDataParallel, watches: bool = True) -> None:
@@ -55,14 +54,14 @@ class ModelShadow:
             raise UnsupportedError(f"DistributedDataParallel with {feature} cannot train on uneven inputs yet.")
         self.ddp = ddp
         self.accumulated = False
-        self._placeholder = _PlaceholderModule()  # one, since it is made use of in each step
+        self._placeholder = _PlaceholderModule()  # one for all steps
         self.news = BufferNews()
         self.parameters = _compat.averaged_parameters(ddp)
         self._ids = frozenset(map(id, self.parameters))
         self._frozen_at_first = [ref(p) for p in ddp.module.parameters() if id(p) not in self._ids]
         embeddings = [m for m in ddp.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         self.sparse = frozenset(id(p) for m in embeddings for p in m.parameters(recurse=False))
-        # What adds to gradients on a device, unless a step of nothing is under way.
+        # The nodes that accumulate gradients on a device, unless a shadow's step is under way.
         self._waiting = accumulators([p for p in self.parameters if p.device.type != "cpu"])
         self.first = FirstIteration(ddp, self.parameters)
         if watches:
@@ -70,8 +69,8 @@ class ModelShadow:
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
-        """Put around a whole step, forward and backward, in which this rank is a shadow or is not."""
-        # The user's hooks expect a gradient, and here there is none.
+        """Put around a whole step, forward and backward, in which this rank is a shadow or not."""
+        # The user's hooks expect a gradient, but a shadow has none.
         parameters = self.parameters if shadow else ()
         every = [h for p in parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
         muted = [(hooks, dict(hooks)) for hooks in every if hooks]
@@ -89,11 +88,11 @@ class ModelShadow:
             self.first.finish_watching()
 
     def forward(self) -> Tensor:
-        """Run the wrapper's forward on nothing.
+        """Run the wrapper's forward without an input.
 
         Returns:
-            A scalar zero. Its backward hands DDP an undefined gradient for every parameter that is not frozen; if all
-            are, there is none.
+            A scalar zero. Its backward gives DDP an undefined gradient for every parameter that is not frozen; if all
+            are frozen, it has no backward.
 
         Raises:
             UnsupportedError: A parameter fires several times per iteration under `static_graph=True`.
@@ -101,14 +100,14 @@ class ModelShadow:
         self.first.finish_watching()
         self.first.guess()
         with self._with_placeholder(lambda *_: self.zero()):
-            # Not by a call, which would run the user's hooks. With `device_ids` DDP cannot do without a tensor.
+            # Not by a call, which would run the user's hooks. With `device_ids`, DDP needs a tensor.
             zero: Tensor = self.ddp.forward(  # type: ignore[no-untyped-call]
                 torch.empty(0, device=self.parameters[0].device)
             )
         return zero
 
     def forward_again(self) -> Tensor:
-        """Return what `forward` would, where parameters have been frozen or unfrozen since it ran."""
+        """Return what `forward` would, if parameters have been frozen or unfrozen since it ran."""
         with torch.enable_grad():
             zero = self.zero() if self.firing else torch.zeros((), device=self.parameters[0].device)
             if self._finds_unused:
@@ -122,11 +121,11 @@ class ModelShadow:
 
     @contextmanager
     def around_backward(self, in_pieces: bool) -> Iterator[None]:
-        """Put around a backward; or, `in_pieces`, around those of several `zero_of`, together that of one step."""
+        """Put around a backward; or, if `in_pieces`, around those of several `zero_of` that make up one step's."""
         with ExitStack() as stack:
             stack.enter_context(self.step(shadow=True))
             if self._finds_unused:
-                if in_pieces:  # what the forward's graph does not lead to would count as ready at once
+                if in_pieces:  # else parameters outside the forward's graph would count as ready at once
                     with torch.enable_grad():
                         _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
                 stack.enter_context(using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
@@ -135,13 +134,13 @@ class ModelShadow:
             self.accumulated = False
 
     def unreached(self) -> list[int]:
-        """Return the parameters, by place, that DDP takes for ready where the backward under way begins."""
+        """Return the parameters, by place, that DDP counts as ready at the start of the current backward."""
         if not self._finds_unused:
             return []
         return [place for place, p in enumerate(self.parameters) if not _compat.will_accumulate(p)]
 
     def no_loss_output(self) -> Tensor:
-        """Return the output of a forward that has come to no loss, in place of it: what `forward` returns.
+        """Return a replacement for the output of a forward without a loss: what `forward` returns.
 
         Raises:
             UnsupportedError: It is the first iteration under `static_graph=True`, or see `forward`.
@@ -154,29 +153,29 @@ class ModelShadow:
         return self.zero()
 
     def is_reached_by(self, loss: Tensor) -> bool:
-        """Whether a backward of `loss` may come to a parameter that DDP averages, so that it takes part in that."""
+        """Whether a backward of `loss` may reach a parameter that DDP averages, and so take part in averaging."""
         return leads_to(loss, lambda variable: id(variable) in self._ids)
 
     def completing(
         self, complete: Callable[[Any], Any], run: Callable[..., Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Put around a forward of the wrapper, whose inner module's output `complete` gets and may replace.
+        """Put around a forward of the wrapper; `complete` receives the inner module's output and may replace it.
 
         Args:
-            complete: Gets the output, and returns that of the wrapper.
-            run: What to run in place of the inner module, and may call it itself.
+            complete: Takes the inner output, and returns the wrapper's.
+            run: Run in place of the inner module, which it may call.
         """
         module = self.ddp.module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            _compat.wrap(self.ddp, module)  # the user's code must find it there
+            _compat.wrap(self.ddp, module)  # where the user's code must find it
             return complete((run or module)(*args, **kwargs))
 
         return self._with_placeholder(forward)
 
     @property
     def inner(self) -> nn.Module:
-        """The wrapped module, also while something stands in for it."""
+        """The wrapped module, also while a placeholder stands in for it."""
         module: nn.Module = self.ddp.module
         return module.place[0] if isinstance(module, _PlaceholderModule) else module
 
@@ -192,11 +191,11 @@ class ModelShadow:
             del vars(placeholder)["place"]
 
     def zero(self) -> Tensor:
-        """Return a scalar zero for a backward of its own, where DDP's reducer is made ready without a forward."""
+        """Return a scalar zero for a separate backward, when DDP's reducer is prepared without a forward."""
         return self._zero_of(self._connected())
 
     def zero_of(self, places: Sequence[int]) -> Tensor:
-        """Return a scalar zero, whose backward hands DDP undefined gradients of these parameters, in this order."""
+        """Return a scalar zero whose backward gives DDP undefined gradients of these parameters, in this order."""
         return self._zero_of([self.parameters[place] for place in reversed(places)])
 
     def _zero_of(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -205,8 +204,8 @@ class ModelShadow:
         sparse = [id(p) in self.sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
             return zero_gradient(parameters, sparse, None)
-        # DDP takes the order of rank 0's first gradients for that of its buckets, for good: as a rule the reverse
-        # of the parameters'. Of a chain, backward comes to the last first.
+        # DDP orders its buckets, for good, by the order of rank 0's first gradients, usually the reverse of the
+        # parameters'. In a chain, backward reaches the last first.
         zero = None
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
             zero = zero_gradient([parameter], [is_sparse], zero)
@@ -218,7 +217,7 @@ class ModelShadow:
         return bool(self.ddp.find_unused_parameters) and not self.ddp.static_graph
 
     def _connected(self) -> list[Tensor]:
-        """Return the parameters that the graph of a shadow's forward leads to."""
+        """Return the parameters in the graph of a shadow's forward."""
         parameters = self._firing()
         if not self._finds_unused:
             return parameters
@@ -228,7 +227,7 @@ class ModelShadow:
 
     @property
     def firing(self) -> list[int]:
-        """The parameters, by place, of which DDP expects a gradient in a backward."""
+        """The parameters, by place, for which DDP expects a gradient in a backward."""
         return [place for place, p in enumerate(self.parameters) if p.requires_grad and self.first.fires(p)]
 
     def _firing(self) -> list[Tensor]:
@@ -240,24 +239,24 @@ class ModelShadow:
         return [place for place, p in enumerate(self.parameters) if not p.requires_grad]
 
     def freeze(self, places: Sequence[int]) -> None:
-        """Have these parameters require no gradient, and all others require one, as on a rank that has a batch."""
+        """Make these parameters require no gradient, and all others require one, as on a rank that has a batch."""
         frozen = frozenset(places)
         for place, parameter in enumerate(self.parameters):
             parameter.requires_grad_(place not in frozen)
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
-        """Broadcast the model's buffers from rank `src`, as DDP would from rank 0; who `keeps` its own only helps."""
+        """Broadcast the model's buffers from rank `src`, as DDP does from rank 0; if it `keeps`, its own stay."""
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
-        # As DDP does it, past autograd's eyes: a graph that waits for its backward may have saved them.
+        # Without autograd noticing, as DDP does it: a graph that waits for its backward may have saved them.
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         buffers = [buffer.clone() for buffer in buffers] if keeps else buffers
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters that DDP does not average: once frozen, or new and stepped."""
+        """Return the names of the parameters that DDP does not average: formerly frozen, or new and stepped."""
         named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
         found = {name: p for name, p in named if p.requires_grad and id(p) not in self._ids and name not in ignored}
         if not found:
@@ -271,7 +270,7 @@ class _PlaceholderModule(nn.Module):
     """Takes the inner module's place for one forward of the wrapper.
 
     Attributes:
-        place: That module (in a tuple, so that it does not become a submodule), and what to run.
+        place: That module (in a tuple, so that it does not become a submodule), and the function to run.
     """
 
     place: tuple[nn.Module, Callable[..., Any]]

@@ -1,7 +1,7 @@
-"""The order of streams on a device, where autograd sees to none: of gradients that do not come.
+"""The order of streams on a device where autograd does not ensure it: for gradients that do not come.
 
-The contract relied on: autograd runs a node on the stream that was current where it was made, with the node's hooks;
-at the end of a backward the current stream waits for those of all nodes that add to gradients.
+The contract relied on: autograd runs a node, with its hooks, on the stream that was current when it was made; at the
+end of a backward, the current stream waits for those of all nodes that accumulate gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from torch_join._base.attributes import setting
 
 
 def accumulators(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the nodes that add to the gradients of parameters, of frozen ones too; DDP keeps them."""
+    """Return the nodes that accumulate the gradients of parameters, also of frozen ones; DDP keeps them alive."""
     nodes = []
     for parameter in parameters:
         with setting(parameter, requires_grad=True):
@@ -27,13 +27,13 @@ def accumulators(parameters: Sequence[Tensor]) -> list[Any]:
 
 @contextmanager
 def streams_waiting(nodes: Sequence[Any]) -> Iterator[None]:
-    """Have what adds to gradients wait, on its stream, for what the current stream has been given until then.
+    """Make nodes that accumulate gradients wait, on their streams, for the work of the current stream so far.
 
-    That stream is as a rule the one which was current where DDP was made. Autograd has it wait for gradients that come,
-    and not where none does: then DDP would clear a bucket there that the last step still averages.
+    Their stream is usually the one that was current when DDP was made. Autograd makes it wait for gradients that come,
+    but not if none comes: then DDP would clear a bucket there that the last step is still averaging.
 
     Args:
-        nodes: What adds to them, see `accumulators`.
+        nodes: The nodes, see `accumulators`.
     """
     current = {device: torch.accelerator.current_stream(device) for device in {n.variable.device for n in nodes}}
 

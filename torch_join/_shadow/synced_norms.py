@@ -1,4 +1,4 @@
-"""The buffers of SyncBatchNorm, the same on all ranks that have a batch, also where each keeps its own of others."""
+"""The buffers of SyncBatchNorm, equal on all ranks that have a batch even where ranks keep their own other buffers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def has_synced_norms(model: nn.Module) -> bool:
 
 
 def sync_norms(model: nn.Module, src: int, group: Any) -> None:
-    """Give all ranks of `group` what rank `src` of it holds of these buffers; all call this."""
+    """Give all ranks of `group` the values of these buffers on its rank `src`; all call this."""
     norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
     if buffers := [buffer.data for norm in norms for buffer in norm.buffers(recurse=False)]:
         _compat.broadcast_coalesced(group, buffers, _BYTES, src)

@@ -1,15 +1,15 @@
 """A shadow's backward under `find_unused_parameters=True`, in which this rank uses no parameter.
 
-DDP counts a parameter as used on a rank if its hook fires there while it has a gradient, also in a backward without
-a sync; the count lasts until the next sync. Parameters that are not in the graph of a forward it averages
-without counting them. So a shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for
-used). With a zero there DDP counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is
-this rank's own share of an accumulation. (A backward in pieces leads to all of them. There a gradient that is not this
-rank's own share is the same on all ranks, or none, and counting it as used changes nothing.)
+DDP counts a parameter as used on a rank if its hook fires there while it has a gradient, also in a backward without a
+sync; the count lasts until the next sync. DDP averages parameters outside a forward's graph without counting them. So a
+shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for used). With a zero there DDP
+counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is this rank's own share of an
+accumulation. (A backward in pieces leads to all of them. There a gradient that is not this rank's own share is equal on
+all ranks, or missing, and counting it as used changes nothing.)
 
-What was counted and then cleared would still be reported as used, and where the gradient is `None` by then, DDP
-raises ("undefined, but still allreduced"). Such parameters get a zero for the time of the backward, and the report
-that this rank sends says that it has not used them.
+A parameter that was counted and then cleared would still be reported as used, and if its gradient is `None` by then,
+DDP raises ("undefined, but still allreduced"). Such parameters get a zero during the backward, and this rank's report
+says that it has not used them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ def using_nothing(
 
     Args:
         ddp: The model.
-        parameters: Those that DDP averages, in its order.
-        connected: Those that the graph of a shadow's forward leads to: one, and the sparse ones.
+        parameters: The parameters that DDP averages, in its order.
+        connected: The parameters in the graph of a shadow's forward: one, and the sparse ones.
         accumulated: Whether this rank may have used parameters without a sync since the last one.
     """
     sparse = {*map(id, connected[1:])}

@@ -1,4 +1,4 @@
-"""A scalar zero that leads backward to parameters and brings them nothing."""
+"""A scalar zero whose backward reaches parameters but gives them no gradient."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class _ZeroGradient(torch.autograd.Function):
         # DDP insists on a defined gradient only where it expects a sparse one.
         ctx.gradients = [empty_sparse(p) if s else None for p, s in zip(parameters, sparse, strict=True)]
         ctx.goes_on = before is not None
-        # Real, so that backward can begin there.
+        # Real, so that backward can start there.
         return torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)
 
     @staticmethod
@@ -25,11 +25,11 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: Tensor | None) -> Tensor:
-    """Return a scalar zero whose backward hands every one of `parameters` an undefined gradient.
+    """Return a scalar zero whose backward gives each of `parameters` an undefined gradient.
 
     Args:
         parameters: The parameters.
-        sparse: Which of them DDP expects a sparse gradient of.
+        sparse: For which of them DDP expects a sparse gradient.
         before: Another such zero, whose parameters get theirs after these.
     """
     zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: 
 
 
 class _Following(torch.autograd.Function):
-    """A scalar zero, in whose backward a joined rank follows that of the active ranks."""
+    """A scalar zero in whose backward a joined rank follows that of the active ranks."""
 
     @staticmethod
     def forward(ctx: Any, follow: Callable[[], Any], seed: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class _Following(torch.autograd.Function):
 
 
 def following_zero(follow: Callable[[], Any], device: torch.device) -> Tensor:
-    """Return a scalar zero whose backward is whatever `follow` does."""
+    """Return a scalar zero whose backward calls `follow`."""
     zero: Tensor = _Following.apply(follow, torch.zeros((), device=device, requires_grad=True))  # type: ignore[no-untyped-call]
     return zero
 
 
 class _OwnFirst(torch.autograd.Function):
-    """A loss that leads to no zero; in its backward comes its own, and then the zero's."""
+    """A loss whose backward does not reach a zero; runs that backward first, and then the zero's."""
 
     @staticmethod
     def forward(ctx: Any, own: list[Tensor], between: Callable[[], None], zero: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ class _OwnFirst(torch.autograd.Function):
 
 
 def own_first(loss: Tensor, between: Callable[[], None], zero: Tensor) -> Tensor:
-    """Return `loss`, in whose backward its own is run, then `between` is called, and then that of `zero` is run."""
+    """Return `loss` with a backward that runs the loss's own one, calls `between`, and runs that of `zero`."""
     found: Tensor = _OwnFirst.apply([loss], between, zero)  # type: ignore[no-untyped-call]
     return found
 
 
 def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the gradient that its rank `source` has; a sparse one travels as a dense one."""
+    """Give every rank of `group` the gradient of its rank `source`; a sparse one is sent as a dense one."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     is_sparse = gradient.is_sparse
     dense = gradient.to_dense() if is_sparse else gradient
@@ -87,8 +87,8 @@ def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup)
 
 
 def empty_sparse(parameter: Tensor) -> Tensor:
-    """Return a gradient of nothing, laid out as an embedding's sparse one."""
-    # An embedding's gradient has one sparse dimension, its rows, and dense rows.
+    """Return an empty gradient in the form of an embedding's sparse one."""
+    # An embedding's gradient has one sparse dimension, its rows; each row is dense.
     rows = parameter.new_zeros((1, 0), dtype=torch.long)
     values = parameter.new_zeros((0, *parameter.shape[1:]))
     return torch.sparse_coo_tensor(rows, values, parameter.shape)

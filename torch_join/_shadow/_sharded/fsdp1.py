@@ -18,12 +18,12 @@ from torch_join._shadow._sharded.unit import SHARD, WHOLE, Gather, Observer, Red
 
 
 class FlatParamUnit:
-    """What `FullyShardedDataParallel` gathers at once, on this rank: a `Unit`.
+    """The parameters that `FullyShardedDataParallel` gathers at once, on this rank: a `Unit`.
 
     Args:
         fsdp: The wrapper.
-        name: The module's.
-        init: Has FSDP initialize the model, if it has not yet.
+        name: The name of its module.
+        init: Has FSDP initialize the model, if not done yet.
     """
 
     def __init__(self, fsdp: Any, name: str, init: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class FlatParamUnit:
         self._fsdp = fsdp
         self._handle = fsdp._handle
         self._init = init
-        self._others_differ = True  # joined ranks may hold more than their shards of it
+        self._others_differ = True  # joined ranks may hold more of it than their shards
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -48,12 +48,12 @@ class FlatParamUnit:
 
     @property
     def holders(self) -> Sequence[Any]:
-        """See `Unit`: its gradient is one tensor, of which the parameters' are views."""
+        """See `Unit`: its gradient is one tensor, with the parameters' gradients as views."""
         return [self]
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`: also where a forward without a backward has left views of the whole in their place."""
+        """See `Unit`: also the views of the whole that a forward without a backward has left in their place."""
         flat = self._handle.flat_param
         views = [view for view in flat._tensors or () if view is not None]
         return [flat, *(flat._params or ()), *(flat._shared_params or ()), *views]
@@ -70,7 +70,7 @@ class FlatParamUnit:
         return [flat.grad if is_whole else None]
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        """Do nothing: FSDP1 reduces once in each backward that comes to the unit, with a gradient or without."""
+        """Do nothing: FSDP1 reduces once in each backward that reaches the unit, with or without a gradient."""
 
     @property
     def _is_whole(self) -> bool:
@@ -93,7 +93,7 @@ class FlatParamUnit:
             known.handles_pre_forward_order.insert(index, handle)
 
     def reach_joined_state(self) -> None:
-        """See `Unit`: what was prefetched for a module that did not run is whole, where joined ranks hold shards."""
+        """See `Unit`: parameters prefetched for a module that did not run are whole, but joined ranks hold shards."""
         if not self._others_differ:
             self.reshard()
         self._handle._post_forward_index = None
@@ -131,7 +131,7 @@ class FlatParamUnit:
                 self._others_differ = False
 
         def beginning() -> None:
-            observer.before_backward()  # it hides the sharded gradient
+            observer.before_backward()  # `prepare` hides the sharded gradient
             prepare()
 
         def reducing(run: Callable[[], Any]) -> Any:
@@ -150,7 +150,7 @@ class FlatParamUnit:
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         flat = self._handle.flat_param
-        # Of a frozen one, which may be trained later, torch takes no hook.
+        # torch registers no hook on a frozen parameter, but it may be trained later.
         with setting(flat, requires_grad=True):
             handle = flat.register_hook(partial(scaled, factor, weigh))
         return lambda: handle.remove()
@@ -167,7 +167,7 @@ class FlatParamUnit:
             phase = HandleTrainingState[gather.phase]
             handle._training_state = phase
             stream = fsdp._device_handle.current_stream()
-            with torch.no_grad():  # else views of the whole stay in the parameters' place, for a backward here
+            with torch.no_grad():  # else views of the whole would stay in place of the parameters for a backward
                 _compat.runtime._unshard(fsdp, handle, stream, stream)
                 if phase in (HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE):
                     _compat.runtime._reshard(fsdp, handle, False)
@@ -193,7 +193,7 @@ class FlatParamUnit:
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
         flat = handle.flat_param
         for p, is_trained in zip(self._originals, reduction.used, strict=True):
-            p.requires_grad_(is_trained)  # FSDP makes gradients of these only
+            p.requires_grad_(is_trained)  # FSDP makes gradients only for these
         handle._reset_flat_param_grad_info_if_needed()
         with torch.no_grad():
             self._give_gradient(reduction.dtype)
@@ -218,7 +218,7 @@ class FlatParamUnit:
             handle._training_state = HandleTrainingState.IDLE
 
     def _give_gradient(self, dtype: torch.dtype | None) -> None:
-        """Put zeros where a backward would have put the whole gradient, unless this rank has accumulated one."""
+        """Put zeros in place of the whole gradient of a backward, unless this rank has accumulated one."""
         handle = self._handle
         flat = handle.flat_param
         whole = flat._unpadded_unsharded_size
@@ -227,7 +227,7 @@ class FlatParamUnit:
                 flat.grad.data = flat.grad.to(dtype)
             return
         handle._training_state = HandleTrainingState.IDLE
-        type(handle).prepare_gradient_for_backward(handle)  # which hides the sharded one
+        type(handle).prepare_gradient_for_backward(handle)  # it hides the sharded gradient
         local, flat.data = flat.data, torch.zeros(whole, dtype=dtype, device=handle.device)
         flat.grad = flat.data
         flat.data = local
@@ -236,14 +236,13 @@ class FlatParamUnit:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that the next backward accumulates into: of the shard, or the whole one without a sync."""
+        """The gradient that the next backward accumulates into: the shard's, or the whole one without a sync."""
         handle, flat = self._handle, self._handle.flat_param
-        if handle._training_state != HandleTrainingState.BACKWARD_POST:  # a reduction's own is not in any view yet
+        if handle._training_state != HandleTrainingState.BACKWARD_POST:  # a reduction's gradient is in no view yet
             handle._reset_flat_param_grad_info_if_needed()
             is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
             if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
-                # FSDP takes over what somebody has put in the place of its views before the next gather: too late to
-                # tell.
+                # FSDP takes over gradients that replaced its views only before the next gather, which is too late here.
                 handle._writeback_orig_params()
         return flat.grad  # type: ignore[no-any-return]
 
@@ -260,7 +259,7 @@ class FlatParamUnit:
 
     @property
     def is_bypassed(self) -> bool:
-        """See `Unit`: the optimizer steps by the original parameters' gradients, which were views of the flat one."""
+        """See `Unit`: the optimizer uses the original parameters' gradients, which were views of the flat one."""
         handle, flat = self._handle, self._handle.flat_param
         if not handle._use_orig_params or (gradient := self.grad) is None:
             return False
@@ -277,7 +276,7 @@ class FlatParamUnit:
         return False
 
     def zeros(self) -> Tensor:
-        """Return a gradient of the shard."""
+        """Return a zero gradient of the shard."""
         return torch.zeros_like(local_part(self._handle.flat_param))
 
     @property

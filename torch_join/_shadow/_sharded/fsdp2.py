@@ -14,7 +14,7 @@ from torch_join._compat import fsdp as _compat
 from torch_join._shadow._sharded.unit import PART, SHARD, WHOLE, Gather, Observer, Reduction, Weigh, out_of_step, scaled
 from torch_join._shadow.lost_hooks import noticed
 
-_GATHERED = "_unsharded_param", "_sharded_post_forward_param"  # there at times only
+_GATHERED = "_unsharded_param", "_sharded_post_forward_param"  # present only at times
 
 
 def _state(group: Any) -> str:
@@ -27,26 +27,26 @@ def _is_pending(group: Any) -> bool:
 
 
 class AnnouncedGroup:
-    """What takes the place of an `FSDPParamGroup`'s methods on an active rank: each tells first, and calls FSDP's.
+    """Replaces an `FSDPParamGroup`'s methods on an active rank: each one announces, then calls FSDP's.
 
-    It is also what the group gathers by, as FSDP lets others do it: an object with `allocate` and a call. So a gather
-    is told of from when it is certain: what is copied takes time.
+    It is also the object by which the group gathers, a hook of FSDP with `allocate` and a call. So a gather is
+    announced as soon as it is certain, before the copying, which takes time.
 
     Args:
         group: The `FSDPParamGroup`.
-        index: The unit's.
-        observer: What is told.
+        index: The unit's index.
+        observer: Receives the announcements.
 
     Attributes:
         others_differ: Whether joined ranks hold more of it than their shards.
-        target: The state that the last gather leads to, and joined ranks are in if that is not a shard.
+        target: The state after the last gather; unless it is a shard, joined ranks are in it.
     """
 
     def __init__(self, group: Any, index: int, observer: Observer) -> None:
         self._group, self._index, self._observer = group, index, observer
         self._comm = _compat.gathers_by(group)  # FSDP's own, or the user's
         self._own_unshard = group.unshard
-        self._open: ExitStack | None = None  # around the gather that is under way
+        self._open: ExitStack | None = None  # around the current gather
         self._own_pre_backward, self._own_post_backward = group.pre_backward, group.post_backward
         self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
         self._own_to_part = group._to_sharded_post_forward
@@ -55,11 +55,11 @@ class AnnouncedGroup:
         self.look()
 
     def look(self) -> None:
-        """Note the unit's state, which is the one that joined ranks are in."""
+        """Note the unit's state, which joined ranks share."""
         self.others_differ, self.target = not self._group.is_sharded, _state(self._group)
 
     def replace(self) -> Callable[[], None]:
-        """Put these methods in the place of the group's; return what undoes it."""
+        """Put these methods in place of the group's; return a function that undoes it."""
         return replace(
             self._group,
             unshard=self.unshard,
@@ -73,7 +73,7 @@ class AnnouncedGroup:
         )
 
     def unshard(self, *args: Any, **kwargs: Any) -> None:
-        """Gather, unless that is under way or done."""
+        """Gather, unless a gather is under way or done."""
         try:
             if self._comm is None and _compat.will_gather(self._group):
                 self._begin_gather()
@@ -84,7 +84,7 @@ class AnnouncedGroup:
                 opened.close()
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the memory that is gathered into: FSDP asks for it where it gathers."""
+        """Return the memory to gather into: FSDP calls this when it gathers."""
         self._begin_gather()
         return self._comm.allocate(*args, **kwargs)
 
@@ -92,7 +92,7 @@ class AnnouncedGroup:
         return self._comm(*args, **kwargs)
 
     def _begin_gather(self) -> None:
-        # A prefetch pretends to be in the phase that it is for.
+        # A prefetch sets the phase that it is meant for.
         self.target = after = self._state_after()
         self.others_differ = after != SHARD
         if not self._observer.is_quiet():
@@ -102,7 +102,7 @@ class AnnouncedGroup:
             self._open.enter_context(self._observer.around(self._index, "gather", gather))
 
     def pre_backward(self, *args: Any) -> None:
-        """A backward comes to the unit."""
+        """Announce, before FSDP runs it, that a backward reaches the unit."""
         self._observer.before_backward()
         self._own_pre_backward(*args)
 
@@ -127,20 +127,20 @@ class AnnouncedGroup:
             self._reduces = False
 
     def to_sharded(self) -> None:
-        """Reshard; of what a reduction does joined ranks know."""
+        """Reshard; announced unless it is part of a reduction."""
         tells = self.others_differ and not self._group.is_sharded and not self._reduces
         with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
             self._own_to_sharded()
         self.others_differ = self.others_differ and _is_pending(self._group)
 
     def to_part(self) -> None:
-        """Reshard over fewer ranks; joined ranks do not know it where a backward has left the unit whole."""
+        """Reshard over fewer ranks; announced if a backward has left the unit whole."""
         tells, self.target = self.target == WHOLE, PART
         with self._observer.around(self._index, "reshard", PART) if tells else nullcontext():
             self._own_to_part()
 
     def finalize_backward(self) -> None:
-        """Throw away what was prefetched for a module that did not run; joined ranks hold it."""
+        """Drop the parameters prefetched for a module that did not run; joined ranks hold them too."""
         tells = self.others_differ and _is_pending(self._group)
         with self._observer.around(self._index, "reshard", _state(self._group)) if tells else nullcontext():
             self._own_finalize()
@@ -148,9 +148,9 @@ class AnnouncedGroup:
             self.look()
 
     def record_post_forward(self) -> None:
-        """Note that the unit's forward has run, as the next backward gathers ahead in this order.
+        """Note that the unit's forward has run: the next backward prefetches in this order.
 
-        Of evaluation, in which ranks differ, nothing must be left in it.
+        Evaluation, in which ranks differ, must not leave anything in it.
         """
         if torch.is_grad_enabled():
             self._own_record()
@@ -163,7 +163,7 @@ class AnnouncedGroup:
         return SHARD if phase == _compat.TrainingState.PRE_BACKWARD and group.reshard_after_backward else WHOLE
 
     def _used(self) -> list[bool]:
-        """Return which parameters have something to reduce, as FSDP decides it."""
+        """Return which parameters have a gradient to reduce, as FSDP decides it."""
         group = self._group
         if not group.reduce_grads:
             return []
@@ -175,12 +175,12 @@ class AnnouncedGroup:
 
 
 class ParamGroupUnit:
-    """What `fully_shard` gathers at once, on this rank: a `Unit`.
+    """The parameters that `fully_shard` gathers at once, on this rank: a `Unit`.
 
     Args:
         group: The `FSDPParamGroup`.
-        name: Its module's.
-        init: Has FSDP initialize the model, if it has not yet.
+        name: The name of its module.
+        init: Has FSDP initialize the model, if not done yet.
 
     Raises:
         UnsupportedError: FSDP cannot run on its device.
@@ -205,7 +205,7 @@ class ParamGroupUnit:
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`: also where a forward without a backward has left the root whole, or a unit in parts."""
+        """See `Unit`: also when a forward without a backward has left the root whole, or a unit partly sharded."""
         return [
             tensor
             for p in self._group.fsdp_params
@@ -226,18 +226,18 @@ class ParamGroupUnit:
         return [_unsynced(p) for p in self._group.fsdp_params]
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        # After the first backward of a module that runs twice FSDP reduces the gradients that there are by then.
+        # After the first backward of a module that runs twice, FSDP reduces the gradients so far.
         group = self._group
         if any(unsynced) and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             self._init()
-            type(group).unshard(group)  # there is nothing to gather, on one rank
+            type(group).unshard(group)  # on one rank, there is nothing to gather
             group.wait_for_unshard()
             group._to_sharded()
         for p, is_held in zip(group.fsdp_params, unsynced, strict=True):
             if is_held and _unsynced(p) is None:
                 with torch.no_grad():
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
-                p.to_accumulated_grad_if_needed()  # in the dtype that others' have
+                p.to_accumulated_grad_if_needed()  # in the dtype of the other ranks
 
     def reach_joined_state(self) -> None:
         if self._announced is not None and self._announced.others_differ and _is_pending(self._group):
@@ -245,7 +245,7 @@ class ParamGroupUnit:
             self._become(self._announced.target)
         self._drop_pending()
         self._group._post_forward_indices.clear()
-        if (order := getattr(self._group.comm_ctx, "post_forward_order", None)) is not None:  # from a first forward on
+        if (order := getattr(self._group.comm_ctx, "post_forward_order", None)) is not None:  # set by the first forward
             order.clear()
         if self._announced is not None:
             self._announced.look()
@@ -266,7 +266,7 @@ class ParamGroupUnit:
 
         def hook() -> None:
             for p in group.fsdp_params:
-                whole = getattr(p, "_unsharded_param", None)  # there after the first gather
+                whole = getattr(p, "_unsharded_param", None)  # set by the first gather
                 if whole is not None and whole.requires_grad and id(p) not in known:
                     known.add(id(p))
                     changes, end = noticed(whole, partial(scaled, factor, weigh), lambda: factor() != 1.0)
@@ -304,14 +304,14 @@ class ParamGroupUnit:
             self._group._to_sharded()
 
     def _free_gathered(self) -> None:
-        """Free what has been gathered, and copied out, as a root's forward does at its end: no copy follows here."""
+        """Free parameters that were gathered and copied out, as a root's forward does at its end: no copy follows."""
         context = self._group.comm_ctx
         if (state := context.all_gather_state) is not None:
             self._group._wait_all_gather_streams_on_event(state.event)
             context.all_gather_state = None
 
     def _wait_for_optimizer(self) -> None:
-        """Have FSDP's streams wait, as a root's forward does, for what may have changed the shards."""
+        """Make FSDP's streams wait, as a root's forward does, for changes to the shards."""
         context = self._group.comm_ctx
         current = context.device_handle.current_stream()
         context.all_gather_copy_in_stream.wait_stream(current)
@@ -328,7 +328,7 @@ class ParamGroupUnit:
         flags: dict[str, Any] = {"reduce_grads": True, "all_reduce_grads": reduction.all_reduces}
         flags["reshard_after_backward"] = reduction.reshards
         if reduction.divides != _compat.divide_factor(group):
-            group.gradient_divide_factor = reduction.divides  # it stays so, as on active ranks
+            group.gradient_divide_factor = reduction.divides  # kept, as on active ranks
         with setting(group, **flags):
             type(group).post_backward(group)
         group._training_state = _compat.TrainingState.IDLE

@@ -1,9 +1,9 @@
-"""A unit of a sharded model: what FSDP gathers, and reduces, at once.
+"""A unit of a sharded model: the parameters that FSDP gathers, and whose gradients it reduces, at once.
 
-An active rank announces each gather, each reduction and each reshard of a unit just before it does it. A rank that
-has joined does the same with its own shard by FSDP's own code: it gathers and throws the result away, and reduces
-zeros, or what it has accumulated without a sync while it was active. So division, casts, hybrid sharding,
-communication hooks and accumulation are FSDP's, and the shard's gradient is the one that every rank would have.
+An active rank announces each gather, reduction and reshard of a unit just before it does it. A joined rank does the
+same with its own shard, using FSDP's own code: it gathers and discards the result, and reduces zeros, or the gradients
+that it accumulated without a sync while it was active. So division, casts, hybrid sharding, communication hooks and
+accumulation are FSDP's, and the shard's gradient is the one that every rank would have.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch_join._base.errors import JoinError
 from torch_join._base.weighting import weighted
 from torch_join._control.codec import closed
 
-Weigh = Callable[[Tensor, float], Tensor]  # a gradient, and its factor
+Weigh = Callable[[Tensor, float], Tensor]  # takes a gradient and its factor
 # The states of a unit's parameters: whole, this rank's shard, or a shard of a smaller mesh.
 WHOLE, SHARD, PART = "whole", "sharded", "sharded over fewer ranks"
 
@@ -30,8 +30,8 @@ class Gather(NamedTuple):
         before: The state of the parameters before it.
         after: Their state after the phase that it belongs to.
         phase: FSDP's name of that phase.
-        inference: Whether it is under `inference_mode`, in which alone an inference tensor can be written again.
-        dtype: What is gathered; `None` where the unit itself knows.
+        inference: Whether it runs in inference mode, where alone inference tensors can be written again.
+        dtype: The dtype that is gathered; `None` if the unit itself knows it.
     """
 
     before: str
@@ -46,11 +46,11 @@ class Reduction(NamedTuple):
     """A reduction of a unit's gradients.
 
     Attributes:
-        used: Which of its parameters have one; of a flat one, which of its parts are trained.
+        used: Which of its parameters have one; for a flat one, which of its parts are trained.
         all_reduces: Whether it is averaged over replicas too (hybrid sharding).
         reshards: Whether the parameters are resharded before it.
-        divides: By what the sum is divided, if the user has chosen that.
-        dtype: Of what is reduced; `None` where the unit itself knows.
+        divides: The divisor of the sum, if the user has chosen one.
+        dtype: The dtype that is reduced; `None` if the unit itself knows it.
     """
 
     used: list[bool]
@@ -61,16 +61,16 @@ class Reduction(NamedTuple):
 
 
 class Observer(Protocol):
-    """What is told of what a unit is about to do with others."""
+    """Receives announcements of what a unit is about to do with other ranks."""
 
     def is_quiet(self) -> bool:
-        """Whether nobody needs to be told, so that `around` would do nothing: on even inputs, at every unit."""
+        """Whether no rank needs announcements, so that `around` would do nothing: on even inputs, for every unit."""
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | str) -> AbstractContextManager[None]:
         """Put around a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
 
     def before_backward(self) -> None:
-        """A backward, or the next part of one, is about to touch the unit's gradients."""
+        """Prepare: a backward, or its next part, is about to change the unit's gradients."""
 
 
 class Unit(Protocol):
@@ -80,19 +80,19 @@ class Unit(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """What an optimizer steps: this rank's shards of the trainable parameters."""
+        """The parameters that an optimizer steps: this rank's shards of the trainable ones."""
 
     @property
     def shards(self) -> Sequence[Tensor]:
-        """The same, and this rank's shards of what is frozen."""
+        """This rank's shards of all parameters, frozen ones included."""
 
     @property
     def holders(self) -> Sequence[Any]:
-        """What holds a gradient each, also what is frozen: it may be trained later in the loop."""
+        """The objects that hold a gradient each, also for frozen parameters: these may be trained later in the loop."""
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """All tensors by which the module may know the unit's parameters."""
+        """All tensors that may represent the unit's parameters in the module."""
 
     @property
     def synchronizes(self) -> bool:
@@ -100,50 +100,50 @@ class Unit(Protocol):
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether somebody has put other gradients in the place of those that this unit knows."""
+        """Whether other gradients have replaced those that this unit knows."""
 
     @property
     def unsynced(self) -> list[Tensor | None]:
-        """The gradient that this rank has accumulated without a sync, of each parameter."""
+        """The gradient that this rank has accumulated without a sync, for each parameter."""
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        """Hold zeros as the unsynced gradients of these parameters where this rank has none, as other ranks have some.
+        """Set missing unsynced gradients of these parameters to zeros, since other ranks have some.
 
-        So all ranks reduce equally often.
+        So all ranks run the same number of reductions.
         """
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
-        """Tell `observer`, and return what ends that."""
+        """Announce to `observer`; return a function that ends it."""
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
-        """Multiply this rank's gradients in each backward, or have `weigh` do it, and return what ends that."""
+        """Multiply this rank's gradients in each backward, with `weigh`; return a function that ends it."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the order of a first iteration by which FSDP1 prefetches (-1: none), and how many there were."""
+        """Its place in the first iteration, by which FSDP1 prefetches (-1: none), and the number of iterations."""
 
     @place.setter
     def place(self, place: tuple[int, int]) -> None: ...
 
     def reach_joined_state(self) -> None:
-        """Come, where no module is running, to the state that joined ranks are in.
+        """Move, while no module is running, to the state of joined ranks.
 
-        Forget in which order modules have run in an evaluation, too: in the next backward FSDP prefetches by it, and
-        ranks with other numbers of batches would do so in another order.
+        Also forget the order in which modules ran in an evaluation: FSDP prefetches by it in the next backward, and the
+        order differs on ranks with other numbers of batches.
         """
 
     def gather(self, gather: Gather) -> None:
         """Take part, on a joined rank, in a gather."""
 
     def reduce(self, reduction: Reduction) -> None:
-        """Take part, on a joined rank, in a reduction, with zeros where nothing has been accumulated."""
+        """Take part, on a joined rank, in a reduction, with zeros for gradients that were not accumulated."""
 
     def reshard(self, after: str) -> None:
-        """Free, on a joined rank, what is whole; `after` is the state that it leads to."""
+        """Free, on a joined rank, the whole parameters; `after` is the state that this leads to."""
 
 
 def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
-    """Return the error of a joined rank whose unit is in another state than the active ranks'."""
+    """Return the error of a joined rank whose unit is in another state than on the active ranks."""
     return JoinError(
         f"The parameters of {name or 'the root module'} are {mine} on this rank, which has joined, and {theirs} on the"
         " active ranks. Either one rank has gathered or resharded them alone (a forward, unshard(),"

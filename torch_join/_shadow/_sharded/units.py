@@ -12,10 +12,10 @@ from torch_join._shadow._sharded.unit import Unit
 
 
 def is_first_generation(model: nn.Module) -> bool:
-    """Whether a sharded model is of `FullyShardedDataParallel`, and not of `fully_shard`.
+    """Whether a model is sharded by `FullyShardedDataParallel`, and not by `fully_shard`.
 
     Raises:
-        UnsupportedError: It is of both.
+        UnsupportedError: It is sharded by both.
     """
     first = any(isinstance(module, _compat.FullyShardedDataParallel) for module in model.modules())
     if first and any(isinstance(module, _compat.FSDPModule) for module in model.modules()):
