@@ -1,4 +1,4 @@
-"""How to stand between a call of a `c10d` operator and its backend: private names of torch, seen in torch 2.13.0.
+"""How to intercept a call of a `c10d` operator before its backend: private names of torch, seen in torch 2.13.0.
 
 `tests/core/_collectives/test_tap.py` notices when one of them goes.
 """
@@ -18,8 +18,8 @@ def overload(name: str) -> Any:
     return getattr(torch.ops.c10d, name).default
 
 
-# What is left of a call's keyset, by `&`, after the key at which the tap listens. (A function that computed it would be
-# traced where torch 2.11 compiles what issues a collective, and there is no such argument of a graph.)
+# The keys, for `&` with a call's keyset, below the one at which the tap listens. (A function that computed it would be
+# traced when torch 2.11 compiles code that issues a collective, and no graph can have such an argument.)
 BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
@@ -29,19 +29,19 @@ def has_kernel(name: str) -> bool:
 
 
 def c10d_library() -> Any:
-    """Return something to register kernels of the `c10d` operators with."""
+    """Return an object with which kernels of the `c10d` operators can be registered."""
     make: Any = torch.library.Library
     return make("c10d", "IMPL")
 
 
 def destroy(library: Any) -> None:
-    """Take back everything that `library` has registered."""
+    """Unregister everything that `library` has registered."""
     library._destroy()
 
 
 @contextmanager
 def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-    """Have `change` called with what each all-reduce inside sends; does nothing where a tap is installed."""
+    """Call `change` with the tensors that each all-reduce inside sends; does nothing if a tap is installed."""
     if has_kernel("allreduce_"):
         yield
         return

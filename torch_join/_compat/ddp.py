@@ -34,7 +34,7 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], buc
 
 
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
-    """Name the option of `ddp` that a zero-gradient pass cannot drive, if it has one."""
+    """Name the option of `ddp` that a zero-gradient pass cannot handle, if it has one."""
     if ddp._use_python_reducer:
         return "torch._dynamo's python_reducer"
     if ddp._delay_all_reduce_params:
@@ -45,7 +45,7 @@ def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook takes the place of the model's all-reduces."""
+    """Whether a communication hook replaces the model's all-reduces."""
     return bool(ddp._comm_hooks)
 
 
@@ -55,7 +55,7 @@ def has_local_sgd_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def forwards_without_collectives(ddp: DistributedDataParallel) -> bool:
-    """Whether the model's forwards issue no collective of DDP's: no buffers to sync, no buckets left to rebuild."""
+    """Whether DDP issues no collective in the model's forwards: no buffers to sync, no buckets left to rebuild."""
     return ddp._has_rebuilt_buckets and not broadcasts_buffers(ddp)
 
 
@@ -65,7 +65,7 @@ def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
 
 
 def buffers_from(ddp: DistributedDataParallel, choose: Callable[[Sequence[int]], int]) -> AbstractContextManager[None]:
-    """Within, the model's forwards broadcast buffers from a rank of its group that `choose` picks, by global ranks."""
+    """Make the model's forwards broadcast buffers from the rank that `choose` picks from its group's global ranks."""
     own, ranks = ddp._sync_module_buffers, dist.get_process_group_ranks(ddp.process_group)
     return setting(ddp, _sync_module_buffers=lambda _: own(choose(ranks)))  # type: ignore[no-untyped-call]
 
@@ -77,7 +77,7 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 def wrap(ddp: DistributedDataParallel, module: nn.Module) -> None:
-    """Give a model another inner module: `ddp.module = module`, without what `nn.Module` looks at first (10 us)."""
+    """Give a model another inner module: `ddp.module = module`, without the checks of `nn.Module` (10 us)."""
     ddp._modules["module"] = module
 
 
@@ -87,7 +87,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: bool) -> None:
-    """Put a buffer of `module`'s own in the last place, whatever was there; `None` stays where it is."""
+    """Put a buffer last among `module`'s own, replacing any of that name; `None` stays where it is."""
     if buffer is not None:
         module._buffers.pop(name, None)
     module._buffers[name] = buffer
@@ -95,12 +95,12 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: 
 
 
 def wait_for_device(kind: str, watch: Callable[[], Callable[[], None]]) -> None:
-    """Wait until an accelerator has done all that was queued: its collectives return before they have run.
+    """Wait until an accelerator has finished all queued work: its collectives return before they have run.
 
     Args:
-        kind: Of device.
-        watch: Returns what is called again and again meanwhile, and may raise: nobody ends the collectives of a rank
-            that has failed.
+        kind: The kind of device.
+        watch: Returns a function to call repeatedly meanwhile, which may raise: collectives with a failed rank never
+            end.
     """
     if kind == "cpu":
         return
@@ -119,7 +119,7 @@ def check_not_captured(parameter: Tensor) -> None:
     """Raise if a CUDA graph captures a forward of the model of this parameter.
 
     Raises:
-        UnsupportedError: So it does.
+        UnsupportedError: It does.
     """
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -140,9 +140,9 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output through which a backward can come, as DDP finds them; no leaves.
+    """Return the tensors of a model's output that a backward can start from, as DDP finds them; no leaves.
 
-    A parameter that a model returns outlives its forward, and a backward need not have come through that.
+    A parameter that a model returns outlives its forward, and a backward may reach it in other ways.
     """
     tensors = [output] if isinstance(output, Tensor) else _find_tensors(output)  # type: ignore[no-untyped-call]
     return [tensor for tensor in tensors if tensor.grad_fn is not None]
@@ -154,31 +154,31 @@ def check_reduction_finished(ddp: DistributedDataParallel) -> None:
 
 
 def ignored_and_trained(ddp: DistributedDataParallel) -> list[str]:
-    """Return the names of the trained parameters that DDP was told to leave to each rank."""
+    """Return the names of the trained parameters that DDP was told to ignore."""
     named = ddp.module.named_parameters(remove_duplicate=False)
     return [name for name, p in named if p.requires_grad and name in ddp.parameters_to_ignore]
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters that DDP averages, in its order: those that could be trained when it wrapped the model."""
+    """Return the parameters that DDP averages, in its order: those that were trainable when it wrapped the model."""
     named: Any = ddp.module.named_parameters()
     parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
     if all(p.requires_grad for p in parameters):
         return parameters
-    # What is frozen now may not have been then, and the other way round: only its buckets tell.
+    # Parameters may have been frozen or unfrozen since then: only DDP's buckets tell.
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     averaged = {id(p) for bucket in buckets for p in bucket.parameters()}
     return [p for p in parameters if id(p) in averaged]
 
 
 def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the 1-norm of each on its device, without a transfer, and in as few kernels as there may be."""
+    """Return the 1-norm of each on its device, without a transfer, and in as few kernels as possible."""
     found = iter(torch._foreach_norm(there, 1) if (there := [t for t in tensors if t is not None]) else ())
     return [None if tensor is None else next(found) for tensor in tensors]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: its shard, of a `DTensor` and of a flat parameter, a whole one too."""
+    """Return this rank's part of a tensor: the shard of a `DTensor` or a flat parameter; any other tensor itself."""
     if type(tensor) is Tensor:
         return tensor
     part: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor))
@@ -186,7 +186,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def writes(tensor: Tensor) -> int:
-    """Return how often a tensor, or this rank's part of a `DTensor`, was written to; 0 where FSDP1 has views of one."""
+    """Return how often a tensor, or this rank's part of a `DTensor`, was written to; 0 for FSDP1's views."""
     part = getattr(tensor, "_local_tensor", None)
     if part is not None:
         return tensor._version + int(part._version)
@@ -194,20 +194,20 @@ def writes(tensor: Tensor) -> int:
 
 
 def shard_hooks(tensor: Tensor) -> int:
-    """Return how many hooks a `DTensor` has for its gradient; 0 for what is none: FSDP1 registers some itself."""
+    """Return the number of gradient hooks of a `DTensor`; 0 for other tensors: FSDP1 registers some itself."""
     if getattr(tensor, "_local_tensor", None) is None:
         return 0
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return what this rank has of each: of a `DTensor` its shard, of a sparse tensor its values, detached."""
+    """Return this rank's values of each, detached: a `DTensor`'s shard, a sparse tensor's values."""
     parts = (None if tensor is None else local_part(tensor) for tensor in tensors)
     return [None if p is None else (p.coalesce().values() if p.is_sparse else p).detach() for p in parts]
 
 
 def expect_gradients(ddp: DistributedDataParallel, output: Tensor) -> None:
-    """Have DDP expect, in the backward that comes, a gradient of what `output` depends on, and of nothing else."""
+    """Make DDP expect, in the next backward, gradients of just the parameters on which `output` depends."""
     ddp.reducer.prepare_for_backward([output])
 
 
@@ -217,17 +217,17 @@ def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Whether an optimizer may step one of them in backward: a hook does, or FSDP."""
+    """Whether an optimizer may step a parameter in backward, by a hook or by FSDP."""
     return any(p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers") for p in parameters)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the modules' own parameters: without another walk through all that they hold."""
+    """Return the modules' own parameters, without walking through their submodules again."""
     return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is this rank's part of one that FSDP, or a `DTensor`, has divided."""
+    """Whether a tensor is this rank's part of one that is sharded, by FSDP or as a `DTensor`."""
     return (
         getattr(tensor, "_local_tensor", False) is not False
         or getattr(tensor, "_fsdp_flattened", False) is not False
@@ -236,30 +236,30 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def will_accumulate(parameter: Tensor) -> bool:
-    """Whether the backward that is under way in this thread adds to the gradient of `parameter`."""
+    """Whether this thread's current backward adds to the gradient of `parameter`."""
     return parameter.requires_grad and will_run(accumulator(parameter))
 
 
 def accumulator(parameter: Tensor) -> Any:
-    """Return the node that adds to the gradient of `parameter`, which requires one."""
+    """Return the node that accumulates the gradient of `parameter`, which must require one."""
     return get_gradient_edge(parameter).node
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that is under way in this thread comes to a node that adds to a parameter's gradient."""
+    """Whether this thread's current backward reaches a node that accumulates a parameter's gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # `autograd.grad` asks for this very gradient
+    except RuntimeError:  # `autograd.grad` is computing this very gradient
         return False
 
 
 def used_parameters(ddp: DistributedDataParallel) -> list[bool]:
-    """Return which of these some rank has used, as of the last backward with `find_unused_parameters`."""
+    """Return which of DDP's parameters some rank used in the last backward with `find_unused_parameters`."""
     return [bool(used) for used in ddp.reducer._get_local_used_map().tolist()]
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP has ordered its buckets by the order of a backward's gradients, or never will."""
+    """Whether DDP has ordered its buckets by a backward's gradients, or never will."""
     return ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
 
 
@@ -274,9 +274,9 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether `error` comes from a collective (gloo's have no class of their own)."""
+    """Whether `error` comes from a collective (gloo raises plain `RuntimeError`s)."""
     signs = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
-    if isinstance(error, JoinError):  # which says more
+    if isinstance(error, JoinError):  # it says more already
         return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -289,20 +289,20 @@ def backward_in_progress() -> int:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have `callback` called when the backward that is under way ends, after those queued before."""
+    """Call `callback` at the end of the current backward, after those queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def disabled_join_config() -> Any:
-    """Return what tells `Join.notify_join_context` that there is no context."""
+    """Return the config that tells `Join.notify_join_context` that there is no context."""
     return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 def configure(joinable: Joinable, config: Any = None) -> Callable[[], None]:
-    """Set what torch's `Join.notify_join_context` reads of `joinable`; return what disables it afterwards.
+    """Set the config of `joinable` for torch's `Join.notify_join_context`; return a function that disables it.
 
-    It is also disabled where it was not before: torch's Join leaves it enabled when it ends, and a model's every later
-    forward would then wait for all ranks.
+    It is disabled even if it was enabled before: torch's Join leaves it enabled when it ends, and then every later
+    forward of a model would wait for all ranks.
     """
     before = joinable._join_config
     after = disabled_join_config() if before.enable else before
@@ -311,30 +311,29 @@ def configure(joinable: Joinable, config: Any = None) -> Callable[[], None]:
 
 
 def without_step_hooks(optimizer: Any) -> AbstractContextManager[None]:
-    """Have steps of an optimizer run none of the hooks that are registered with it."""
+    """Make steps of an optimizer run none of its registered hooks."""
     return setting(optimizer, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
 
 
 def zero_shard(zero: Any, rank: int) -> list[Tensor]:
-    """Return the parameters that `rank` steps for a `ZeroRedundancyOptimizer`."""
+    """Return the parameters that `rank` steps in a `ZeroRedundancyOptimizer`."""
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
 
 
-# Of dynamo: what is called with each frame of this thread, `None` where nothing is compiled. Older versions may lack
-# it: hooks cost more then.
+# Dynamo's function that returns what it calls with each frame of this thread: `None` if nothing is compiled. Older
+# versions may lack it: hooks cost more then.
 compiles_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[], None]]) -> None:
-    """Raise what the next forward of `ddp` would raise if the backward that has just synced left parameters out.
+    """Raise the error of the next forward of `ddp` if the backward that has just synced left parameters out.
 
-    The ranks that have used these parameters wait for their gradients now, so that a loop in which ranks meet before
-    the next forward would never come to it. All ranks call this: in DDP's first iteration it does what the next forward
-    would do first, which is to agree on the order of the buckets. For that it waits for the device (see
-    `wait_for_device`).
+    Ranks that have used these parameters are waiting for their gradients, so a loop in which ranks meet before the next
+    forward would never reach it. All ranks call this: in DDP's first iteration it does what the next forward would do
+    first, which is to agree on the order of the buckets. For that it waits for the device (see `wait_for_device`).
 
     Raises:
-        RuntimeError: DDP's own, which names the parameters and the remedies.
+        RuntimeError: DDP's own, with the parameters and the remedies.
     """
     if not has_rebuilt_buckets(ddp):
         check_reduction_finished(ddp)

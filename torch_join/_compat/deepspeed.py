@@ -1,4 +1,4 @@
-"""DeepSpeed's private names, and what is refused of it. Imported only where there is an engine: it takes seconds.
+"""DeepSpeed's private names, and its features that are refused. Imported only if there is an engine: it takes seconds.
 
 `tests/deepspeed/test_compat.py` notices when one of them goes.
 """
@@ -25,7 +25,7 @@ with naming_missing(SEEN, "deepspeed"):
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# The begin and the end of a module's forward, and of its backward.
+# The start and the end of a module's forward, and of its backward.
 PHASES = (
     "pre_sub_module_forward_function",
     "post_sub_module_forward_function",
@@ -33,7 +33,7 @@ PHASES = (
     "post_sub_module_backward_function",
 )
 FORWARD_ENDS = 1
-# What reduces a full bucket in stage 3; Python has put the class's name in front.
+# The method that reduces a full bucket in stage 3, with the class's name put in front by Python.
 REDUCE_BUCKET_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 check_names(
@@ -60,10 +60,10 @@ check_names(
 
 
 def check_engine(engine: Any) -> None:
-    """Raise if what an engine does with other ranks is not a function of its events, and of its own state.
+    """Raise if an engine's collectives do not follow from its events and its own state alone.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: They do not.
     """
     offload = engine.zero_offload_param()
     refused = {
@@ -99,51 +99,51 @@ def check_engine(engine: Any) -> None:
 
 
 def is_in_backward(engine: Any) -> bool:
-    """Whether `engine.backward` runs: hooks on what the engine returned see other backwards too."""
+    """Whether `engine.backward` is running: hooks on the engine's outputs see other backwards too."""
     return bool(engine._running_engine_backward)
 
 
 def options_of(engine: Any) -> list[dict[str, Any]]:
-    """Return the hyperparameters with which an engine steps; none, if it only evaluates."""
+    """Return the hyperparameters with which an engine steps; none if it only evaluates."""
     optimizer = engine.optimizer
     return group_options(optimizer) if hasattr(optimizer, "param_groups") else []
 
 
 def take_options(engine: Any, options: list[dict[str, Any]]) -> None:
-    """Take another rank's `options_of`."""
+    """Set the hyperparameters to another rank's `options_of`."""
     if options:
         take_group_options(engine.optimizer, options)
 
 
 def offload_of(engine: Any) -> Any:
-    """Return what gathers parameters in stage 3; an engine without an optimizer has it in place of one."""
+    """Return the object that gathers parameters in stage 3; an engine without an optimizer has it in place of one."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
 def externals_of(module: Any) -> list[tuple[Any, bool]]:
-    """Return the parameters of others that a module uses, and whether they come from its output."""
+    """Return the other modules' parameters that a module uses, and whether they come from its output."""
     return [(p, bool(p.is_external_param)) for p in getattr(module, "_external_params", {}).values()]
 
 
 def add_external(module: Any, parameter: Any, dangles: bool) -> None:
-    """Have a module's parameters be gathered with one of another's."""
+    """Have another module's parameter gathered together with a module's own."""
     parameter.is_external_param = dangles
     if id(parameter) not in getattr(module, "_external_params", {}):
         register_external_parameter(module, parameter)
 
 
 def end_forward(module: Any) -> None:
-    """Do what the hook after a module's forward does besides the function of its phase."""
+    """Do what the hook after a module's forward does besides calling its phase's function."""
     parameter_offload.FWD_MODULE_STACK.pop()
 
 
 def has_gradient_hooks(engine: Any) -> bool:
-    """Whether gradients are taken as they come: in stage 1, by some options, the epilogue takes all that are there."""
+    """Whether gradients are taken as they come: with some options in stage 1, the epilogue takes them all."""
     return bool(getattr(engine.optimizer, "_grad_acc_hooks", True))
 
 
 def take_gradient(engine: Any, parameter: Tensor, group: int) -> None:
-    """Do what DeepSpeed's hook on a gradient does, but for counting it, which only torch-style backwards need."""
+    """Do what DeepSpeed's gradient hook does, except counting, which only torch-style backwards need."""
     optimizer = engine.optimizer
     optimizer.reenter_backward_if_needed()
     if engine.zero_optimization_stage() == 3:
@@ -153,5 +153,5 @@ def take_gradient(engine: Any, parameter: Tensor, group: int) -> None:
 
 
 def groups_of(engine: Any) -> dict[int, int]:
-    """Return, by the `id` of each parameter, the group that stages 1 and 2 have it in."""
+    """Return, by the `id` of each parameter, its group in stages 1 and 2."""
     return {id(p): index for index, group in enumerate(engine.optimizer.bit16_groups) for p in group}

@@ -1,10 +1,10 @@
-"""Every private name of FSDP that following touches (seen in torch 2.13.0).
+"""Every private name of FSDP that joined ranks need to follow it (seen in torch 2.13.0).
 
-`tests/core/_shadow/test_sharded_compat.py` notices when one of them goes. To import FSDP takes long: so this module is
-imported only where somebody has a sharded model.
+`tests/core/_shadow/test_sharded_compat.py` notices when one of them goes. Importing FSDP takes long, so this module is
+imported only for a sharded model.
 """
 
-# Some of what is imported here is for the other modules.
+# Some of these imports are for other modules.
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
@@ -46,7 +46,7 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """Return what `module` gathers at once: as a rule one group, or one for each mesh."""
+    """Return the groups that `module` gathers at once: usually one, or one for each mesh."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -58,7 +58,7 @@ def check_runs(group: Any, name: str) -> None:
 
     Args:
         group: The group.
-        name: Its module's.
+        name: The name of its module.
 
     Raises:
         UnsupportedError: It cannot.
@@ -72,28 +72,28 @@ def check_runs(group: Any, name: str) -> None:
 
 
 def gathers_by(group: Any) -> Any:
-    """Return the object that a group gathers by; before torch 2.9 it has none."""
+    """Return the object that a group uses to gather; `None` before torch 2.9."""
     return getattr(group, "_all_gather_comm", None)
 
 
 def will_gather(group: Any) -> bool:
-    """Whether a group's `unshard` gathers now, as it decides that itself."""
+    """Whether a group's `unshard` will gather, by its own rules."""
     skips = group._training_state == TrainingState.PRE_BACKWARD and not group.unshard_in_backward
     return group._all_gather_result is None and not group.is_unsharded and not skips
 
 
 def reduces_unused(group: Any) -> bool:
-    """Whether a group reduces zeros for parameters that no backward has come to (an option from torch 2.10 on)."""
+    """Whether a group reduces zeros for parameters that no backward has reached (an option from torch 2.10 on)."""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def take_reductions(context: Any) -> list[Any]:
-    """Return what FSDP keeps of reductions that are under way, and have it forget that."""
+    """Return FSDP's records of reductions that are under way, and remove them from FSDP."""
     if hasattr(context, "reduce_scatter_states"):
         states = [*context.reduce_scatter_states]
         context.reduce_scatter_states.clear()
         return states
-    state, context.reduce_scatter_state = context.reduce_scatter_state, None  # before torch 2.12 it is one
+    state, context.reduce_scatter_state = context.reduce_scatter_state, None  # just one before torch 2.12
     return [] if state is None else [state]
 
 
@@ -101,7 +101,7 @@ def take_reductions(context: Any) -> list[Any]:
 
 
 def init_roots(model: nn.Module) -> None:
-    """Have FSDP find out, as before a first forward, what belongs to each outermost sharded module of `model`."""
+    """Have FSDP initialize each outermost sharded module of `model`, as before a first forward."""
     for root in roots(model):
         if isinstance(root, FSDPModule):
             root._get_fsdp_state()._lazy_init()
@@ -129,11 +129,11 @@ _undo: list[Callable[[], None]] = []
 
 
 def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have `around` called with each reduction of a flat parameter's gradient, which it runs; return what ends that.
+    """Call `around` with each reduction of a flat parameter's gradient, which it runs; return a function to end this.
 
-    FSDP looks for these functions in its module. While any flat parameter is watched they are replaced there; and so
-    is what records the order in which the next backward gathers ahead: of evaluation, in which ranks differ, nothing
-    must be left in it.
+    FSDP looks these functions up in its module. While any flat parameter is watched, they are replaced there; so is the
+    function that records the order in which the next backward prefetches: evaluation, in which ranks differ, must not
+    leave anything in that order.
     """
     if not _announced:
         _undo.append(replace(_ExecOrderData, record_post_forward=_recording(_ExecOrderData.record_post_forward)))
@@ -165,7 +165,7 @@ def _recording(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def group_sizes(model: nn.Module) -> list[int]:
-    """Return over how many ranks each `FullyShardedDataParallel` in `model` averages gradients."""
+    """Return the number of ranks over which each `FullyShardedDataParallel` in `model` averages gradients."""
     return [
         group.size() * (1 if (between := getattr(module, "_inter_node_pg", None)) is None else between.size())
         for module in model.modules()
@@ -190,29 +190,29 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[Any, Any, Callable[[], None]]:
-    """Put `norm` and `scale` in the place of the two halves of `torch.nn.utils.clip_grad_norm_`.
+    """Put `norm` and `scale` in place of the two halves of `torch.nn.utils.clip_grad_norm_`.
 
-    Whoever has imported that function calls these through its module.
+    Code that has imported that function calls them through its module.
 
     Returns:
-        The halves themselves, and what puts them back.
+        The halves themselves, and a function that restores them.
     """
     own = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     return (*own, replace(clip_grad, _get_total_norm=norm, _clip_grads_with_norm_=scale))
 
 
 def clip_by_whole_norms() -> Callable[[], None]:
-    """Have `clip_grad_norm_` add its epsilon to the whole norm, where older torch does to each rank's part of it.
+    """Make `clip_grad_norm_` add its epsilon to the whole norm; older torch adds it to each rank's part.
 
     Returns:
-        What undoes it.
+        A function that undoes this.
     """
     own = clip_grad._get_total_norm
     return wrap_clipping(lambda *args: replicated(own(*args)), clip_grad._clip_grads_with_norm_)[2]
 
 
 def replicated(norm: Any) -> Any:
-    """Return a norm that all ranks hold: of shards it is a part, for whose reader all ranks would have to add it up."""
+    """Return a norm that all ranks hold: a norm of shards is partial, and reading it takes a sum over all ranks."""
     if not isinstance(norm, DTensor) or all(placement.is_replicate() for placement in norm.placements):
         return norm
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
@@ -247,5 +247,5 @@ check_names(
 
 
 def divide_factor(group: Any) -> float | None:
-    """Return by what a unit of `fully_shard` divides its gradients' sum, if the user has chosen that."""
+    """Return the divisor of a `fully_shard` unit's gradient sum, if the user has chosen one."""
     return getattr(group, "gradient_divide_factor", None)

@@ -20,17 +20,17 @@ from torch_join._base.names import TORCH, check_names
 
 _PROBE_TAG, _MEET_TAG = 0x7001, 0x7002
 _ANSWERS_WITHIN = timedelta(seconds=4)  # after all have come
-# What a gather that was given up still has. Were Python's part of such a tensor left to gloo, its thread would wait
-# for Python's lock, which older torch (2.6) holds while it destroys the group and waits for that thread.
+# Tensors of abandoned gathers. If only gloo held one, its thread would need Python's lock to release it, which older
+# torch (2.6) holds while it destroys the group and waits for that thread.
 _unfinished: list[list[Tensor]] = []
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     """Whether the process of `rank` in `group` has ended, as far as gloo knows (`tells_who_is_gone`).
 
-    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never
-    received, and harms nobody under a tag of its own. It goes around the dispatcher: there the collective tap listens,
-    which refuses what is sent from rank to rank in a tail.
+    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never received, and
+    its own tag makes it harmless. It bypasses the dispatcher, where the collective tap listens and refuses
+    point-to-point messages in a tail.
     """
     if not tells_who_is_gone(group):
         return False
@@ -42,18 +42,18 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
-    """Whether `is_gone` can tell, at once: gloo can, unless it connects as late as it sends something."""
+    """Whether `is_gone` can tell at once: gloo can, unless it connects only when it first sends."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0") and is_of_gloo(group)
 
 
 def is_of_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo sends what is on CPUs."""
+    """Whether gloo sends tensors that are on the CPU."""
     gloo = getattr(dist, "ProcessGroupGloo", ())
     return can_send(group, "cpu") and isinstance(_backend(group, "cpu"), gloo)
 
 
 def can_send(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether `group` can send what is on a kind of device."""
+    """Whether `group` can send tensors on a kind of device."""
     try:
         group._get_backend(torch.device(kind))
     except RuntimeError:
@@ -104,7 +104,7 @@ def _wait(work: Any, rank: int, timeout: timedelta) -> None:
 
 
 def _backend(group: dist.ProcessGroup, kind: str) -> Any:
-    """Return what sends what is on a kind of device, without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    """Return the backend for a kind of device, without the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     backend = group._get_backend(torch.device(kind))
     return getattr(backend, "wrapped_pg", backend)
 
@@ -112,10 +112,10 @@ def _backend(group: dist.ProcessGroup, kind: str) -> Any:
 def gather_directly(
     group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None], timeout: timedelta
 ) -> list[Tensor]:
-    """Return each rank's tensor, all of one shape, past the dispatcher.
+    """Return each rank's tensor, all of one shape, bypassing the dispatcher.
 
-    Calls `look`, which may raise, again and again meanwhile. Gloo goes on to wait then, until its timeout, and the end
-    of the group waits for it.
+    Calls `look` repeatedly meanwhile, which may raise. Gloo then continues to wait until its timeout, and so does the
+    destruction of the group.
     """
     backend = _backend(group, tensor.device.type)
     options = distributed_c10d.AllgatherOptions()
@@ -125,7 +125,7 @@ def gather_directly(
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     work, pause = backend.allgather([found], [tensor], options), 1e-4
     try:
-        while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not say it
+        while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not tell
             try:
                 look()
             except JoinError:
@@ -144,9 +144,9 @@ def gather_directly(
 
 
 def abort(group: dist.ProcessGroup, kind: str) -> None:
-    """Have a group give up what it was asked to do on a kind of device.
+    """Make a group abandon its work on a kind of device.
 
-    Where another rank has failed, the device would wait for it for ever, and so would whatever reads from the device.
+    If another rank has failed, the device would wait for it for ever, and so would any read from the device.
     """
     backend: Any = group._get_backend(torch.device(kind))
     with suppress(RuntimeError, AttributeError):  # not every backend can

@@ -1,7 +1,7 @@
-"""The private names of torchmetrics that metrics in a join rely on (seen in torchmetrics 1.0.3 to 1.9.0).
+"""The private names of torchmetrics on which metrics in a join rely (seen in torchmetrics 1.0.3 to 1.9.0).
 
-torchmetrics itself is never imported: a metric is known by what it has. A test notices when one of these names goes:
-`tests/core/_participants/test_metrics.py`.
+torchmetrics itself is never imported: a metric is recognized by its attributes. A test notices when one of these names
+goes: `tests/core/_participants/test_metrics.py`.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_join._base.errors import UnsupportedError
 
-# The method in which a metric's states are gathered and reduced; `sync` has saved the rank's own before.
+# The method that gathers and reduces a metric's states; `sync` has saved the rank's own states before.
 SYNC_METHOD = "_sync_dist"
 # Metrics made of metrics that have no state of their own and only pass calls on.
 _PASSING_ON = {
@@ -30,7 +30,7 @@ _PASSING_ON = {
 
 
 def is_metric(thing: Any) -> bool:
-    """Whether `thing` is a metric of torchmetrics (not a collection of some)."""
+    """Whether `thing` is a torchmetrics metric (not a collection)."""
     return isinstance(thing, nn.Module) and hasattr(thing, "dist_sync_fn") and hasattr(thing, "_reductions")
 
 
@@ -45,7 +45,7 @@ def is_passing_on(metric: Any) -> bool:
 
 
 def has_own_sync(metric: Any) -> bool:
-    """Whether the class of `metric` gathers its states in a way of its own."""
+    """Whether the class of `metric` gathers its states in its own way."""
     owner = next(cls for cls in type(metric).__mro__ if SYNC_METHOD in vars(cls))
     return owner.__module__ != "torchmetrics.metric"
 
@@ -61,7 +61,7 @@ def reductions(metric: Any) -> dict[str, Callable[..., Any] | None]:
 
 
 class State(NamedTuple):
-    """One state of a metric: one tensor, or a list of some."""
+    """One state of a metric: a tensor, or a list of tensors."""
 
     listed: bool
     tensors: list[Tensor]
@@ -71,7 +71,7 @@ def own_states(metric: Any) -> dict[str, State]:
     """Return this rank's own states, also while `metric` holds the synced ones.
 
     Raises:
-        UnsupportedError: One holds something that is not a tensor.
+        UnsupportedError: A state holds an object that is not a tensor.
     """
     saved = metric._cache if metric._is_synced and metric._cache is not None else {}
     found: dict[str, State] = {}
@@ -95,20 +95,20 @@ def update_count(metric: Any) -> int:
 
 
 def set_update_count(metric: Any, count: int) -> None:
-    """Make `metric` believe that it was updated so often."""
+    """Set how often `metric` has been updated."""
     metric._update_count = count
 
 
 def will_sync(metric: Any) -> bool:
-    """Whether `compute` syncs, or did when it was called before."""
+    """Whether `compute` will sync, or did when it was last called."""
     return metric._to_sync and bool(metric.distributed_available_fn())
 
 
 def syncing(frame: FrameType | None) -> Any:
-    """Return the metric, or the collection of some, whose sync gathers something where `frame` is, if one does.
+    """Return the metric, or the collection, whose sync gathers states at `frame`, if there is one.
 
-    Sums over this step's batch (`dist_sync_on_step=True`), and what is joined to one list, are passed over: zeros, and
-    no rows, do not change them.
+    Sums over this step's batch (`dist_sync_on_step=True`) and concatenated lists are ignored: the zeros, or missing
+    rows, of joined ranks do not change them.
     """
     found: Any = None
     is_neutral = False
@@ -132,7 +132,7 @@ def forget_value(metric: Any) -> None:
 
 @contextmanager
 def unchanged(metric: Any) -> Iterator[None]:
-    """Give `metric` back the state that it had."""
+    """Restore the state of `metric` afterwards."""
     bookkeeping = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
     state = {**{name: _copied(getattr(metric, name)) for name in reductions(metric)}, **bookkeeping}
     try:
@@ -150,10 +150,10 @@ def _copied(state: Any) -> Any:
 
 @functools.cache
 def link_collections() -> None:
-    """Have each update of a collection share the state that several of its metrics have in common, from now on.
+    """From now on, make each update of a collection share the state that several of its metrics have in common.
 
-    Older torchmetrics update the first of these metrics, and share that as the collection computes. A rank that has
-    joined is asked for its states without that; and what the others have computed before is kept.
+    Older torchmetrics update the first of these metrics, and share its state only when the collection computes. A
+    joined rank is asked for its states without that; and the other ranks' earlier results are kept.
     """
     torchmetrics: Any = sys.modules["torchmetrics"]
     kind, both = torchmetrics.MetricCollection, {name: torchmetrics.SumMetric() for name in "ab"}

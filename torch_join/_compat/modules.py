@@ -1,4 +1,4 @@
-"""What torch.nn's modules keep to themselves. Seen in torch 2.13.0."""
+"""Private attributes of torch.nn's modules. Seen in torch 2.13.0."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,13 +6,13 @@ from functools import partial
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-_WEIGHT_NORM = "torch.nn.utils.weight_norm"  # which is deprecated, and may go
+_WEIGHT_NORM = "torch.nn.utils.weight_norm"  # deprecated, and may go
 
 
 def weight_hooks(model: nn.Module) -> list[Callable[[], None]]:
-    """Return what computes, before each forward, attributes that follow from parameters: pruned and normed weights.
+    """Return the hooks that compute, before each forward, attributes from parameters: pruned and normed weights.
 
-    Code of the user's may go by the attributes: torch prunes what is pruned already by `module.weight`.
+    User code may rely on these attributes: torch itself prunes an already pruned module by `module.weight`.
     """
     return [
         partial(hook, module, None)

@@ -30,7 +30,7 @@ from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names
 from torch_join._compat.c10d import overload
 
-# The dispatcher's operators, by what they are called in `torch.distributed`.
+# The dispatcher's operators, with their names in `torch.distributed`.
 OPERATORS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -53,7 +53,7 @@ OPERATORS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-# The functions that a rank of theirs has to come to.
+# The functions for which other ranks must come too.
 _COLLECTIVES = {*OPERATORS.values(), "all_gather_into_tensor", "reduce_scatter_tensor"} - {"send", "recv"}
 _REDUCING_OPTIONS = (
     dist.AllreduceOptions,
@@ -61,7 +61,7 @@ _REDUCING_OPTIONS = (
     dist.ReduceOptions,
     dist.ReduceScatterOptions,
 )
-# What a process group called these before torch 2.13.
+# Names of these methods of a process group before torch 2.13.
 _OLDER_NAMES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
@@ -69,10 +69,10 @@ _OLDER_NAMES = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-# An operator that communicates with nobody.
+# An operator that does not communicate.
 _LOCAL_OPERATORS = {"check_for_nan"}
 
-AllgatherOptions = distributed_c10d.AllgatherOptions  # the one of its kind that torch.distributed does not export
+AllgatherOptions = distributed_c10d.AllgatherOptions  # the only options that torch.distributed does not export
 
 _ENGINE = graph._engine_run_backward.__code__
 _CONTEXT = torch.autograd.function.BackwardCFunction
@@ -95,7 +95,7 @@ _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 
 @functools.cache
 def operators() -> tuple[str, ...]:
-    """Return the names of the `c10d` operators that communicate, known to `OPERATORS` or not."""
+    """Return the names of the `c10d` operators that communicate, in `OPERATORS` or not."""
     names = torch._C._dispatch_get_all_op_names()
     found = {name.removeprefix("c10d::") for name in names if name.startswith("c10d::")}
     return tuple(sorted(found - _LOCAL_OPERATORS))
@@ -108,7 +108,7 @@ def argument_names(name: str) -> tuple[str, ...]:
 
 
 def finished_work(result: list[Tensor]) -> Any:
-    """Return, as an operator does, a work that is done, for which a stream waits as for any other."""
+    """Return a finished work, as an operator does, for which a stream waits as for any other."""
     devices: Any = list({tensor.device for tensor in result if tensor.device.type != "cpu"})
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(result)
@@ -116,12 +116,12 @@ def finished_work(result: list[Tensor]) -> Any:
 
 
 def unbox_reduce_op(boxed: Any) -> str:
-    """Return the name of the reduce operation that an operator was given, from an operator's kernel.
+    """Return the name of an operator's reduce operation; called from the operator's kernel.
 
-    Before torch 2.10 what is boxed tells nothing: there the Python function is asked that issued the collective.
+    Before torch 2.10 this reads the frame of the Python function that issued the collective.
 
     Raises:
-        UnsupportedError: There is none that tells.
+        UnsupportedError: There is no such frame.
     """
     if hasattr(boxed, "op"):
         return str(dist.ReduceOp.RedOpType(boxed.op()).name)
@@ -134,7 +134,7 @@ def unbox_reduce_op(boxed: Any) -> str:
                     return str(dist.ReduceOp.RedOpType(reduction.op).name)
         elif frame.f_code.co_filename == _FUNCTIONAL_FILE and "reduceOp" in frame.f_locals:
             return str(frame.f_locals["reduceOp"]).upper()
-    if in_backward() and not frames:  # DDP's reducer, which the engine calls without any Python
+    if in_backward() and not frames:  # DDP's reducer, which autograd calls without any Python
         return "SUM"
     raise UnsupportedError(
         f"A reducing collective bypassed torch.distributed's own functions, and torch {torch.__version__} does not show"
@@ -145,7 +145,7 @@ def unbox_reduce_op(boxed: Any) -> str:
 def is_waited_for(operator: str, args: dict[str, Any], caller: FrameType | None) -> bool:
     """Whether a collective is waited for at once.
 
-    Before torch 2.8 some operators are not told: there the Python function is asked.
+    Before torch 2.8 some operators lack this argument: it is then found in the frame of the Python function.
 
     Args:
         operator: Its operator's name.
@@ -162,7 +162,7 @@ def is_waited_for(operator: str, args: dict[str, Any], caller: FrameType | None)
 
 
 def issue(group: dist.ProcessGroup, operation: str, *args: Any) -> dist.Work | None:
-    """Issue a collective of a group by the name that this torch has for it."""
+    """Issue a collective of a group by its name in this version of torch."""
     method = getattr(group, operation, None) or getattr(group, _OLDER_NAMES[operation])
     work: dist.Work | None = method(*args)
     return work
@@ -190,20 +190,20 @@ def in_backward() -> bool:
 
 
 def waits_for_backward(thread: int) -> bool:
-    """Whether another thread waits for a backward pass that the engine's own threads run."""
+    """Whether another thread waits for a backward pass that autograd's own threads run."""
     frame = _frames().get(thread)
     return frame is not None and frame.f_code is _ENGINE
 
 
 def threads() -> frozenset[int]:
-    """Return which threads there are, by `threading.get_ident`."""
+    """Return the running threads, by `threading.get_ident`."""
     return frozenset(_frames())
 
 
 def _frames() -> dict[int, FrameType]:
     """Return the frame of each thread.
 
-    Python holds a lock meanwhile that a thread needs in order to end, and what it collects may wait for one of ours.
+    Meanwhile Python holds a lock that a thread needs to end, and garbage collection may wait for one of our threads.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -226,8 +226,8 @@ def collective_under_way(thread: int) -> list[int] | None:
 def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     """Whether DDP issued a collective in backward, itself or through a communication hook.
 
-    Its reducer is called by the engine, and calls, without any Python between, and only ever
-    all-reduces; a communication hook is known by the bucket that it was given.
+    Autograd calls DDP's reducer, which calls the collective, without any Python between, and it only ever all-reduces;
+    a communication hook is recognized by its bucket argument.
     """
     if caller is None or caller.f_code is _ENGINE:
         return operation == "all_reduce"
@@ -235,10 +235,10 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
 
 
 def differentiates(caller: FrameType | None) -> bool:
-    """Whether a collective in a forward is one of an autograd function, whose backward may come and have some too.
+    """Whether a collective in a forward belongs to an autograd function, whose backward may have collectives too.
 
     `Function.apply` has no frame of its own (from torch 2.14 on it is a builtin), so its `forward` is looked for. One
-    without a context, since its class has a `setup_context`, is known by its code, and taken to need a gradient.
+    without a context, since its class has a `setup_context`, is recognized by its code, and taken to need a gradient.
     """
     frames = [*_callers(caller)]
     contexts = [context for frame in frames if (context := _context(frame)) is not None]
@@ -246,16 +246,16 @@ def differentiates(caller: FrameType | None) -> bool:
 
 
 def gathers_activations(caller: FrameType | None, ours: str) -> bool:
-    """Whether a gather in a forward is one of an autograd function that takes all rows for samples.
+    """Whether a gather in a forward belongs to an autograd function that takes all rows for samples.
 
-    `SyncBatchNorm` leaves out ranks that count no rows; so does what is in the file `ours` with those that have joined.
+    `SyncBatchNorm` leaves out ranks with zero rows; functions in the file `ours` leave out joined ranks.
     """
     knows = (_SYNC_NORM_FILE, ours)
     return differentiates(caller) and not any(frame.f_code.co_filename in knows for frame in _callers(caller))
 
 
 def is_in_model(caller: FrameType | None) -> bool:
-    """Whether a collective in a forward is one of a model: of an autograd function, or below DDP's forward."""
+    """Whether a collective in a forward belongs to a model: to an autograd function, or below DDP's forward."""
     frames = [*_callers(caller)]
     return (
         any(frame.f_code is _DDP_FORWARD or _context(frame) is not None for frame in frames)
@@ -263,7 +263,7 @@ def is_in_model(caller: FrameType | None) -> bool:
 
 
 def _context(frame: FrameType) -> Any:
-    """Return the context of an autograd function, if this is its `forward` and has one."""
+    """Return the context of an autograd function, if this is the frame of its `forward` and has one."""
     count = frame.f_code.co_argcount
     first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
     if not count and isinstance(first, tuple):  # forward(*args)
@@ -288,19 +288,19 @@ def _forwards_without_context(kind: Any) -> Iterator[CodeType | None]:
 
 
 def recomputes(caller: FrameType | None) -> bool:
-    """Whether a collective in a backward is one of a forward that a checkpoint runs again."""
+    """Whether a collective in a backward belongs to a forward that a checkpoint reruns."""
     return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame in _callers(caller))
 
 
 def is_adjoint(caller: FrameType | None) -> bool:
-    """Whether a collective in a backward is one of an autograd function's backward, and not of a hook's."""
+    """Whether a collective in a backward belongs to an autograd function's backward, and not to a hook."""
     return any(frame.f_code in _BACKWARDS for frame in _callers(caller))
 
 
 def in_nested_backward() -> bool:
-    """Whether this is a backward inside of another one, as reentrant checkpointing runs for a part of the model.
+    """Whether this is a backward inside another one, as reentrant checkpointing runs for a part of the model.
 
-    The outer one may run in a thread of the engine's, where it has no frame: for it another thread waits.
+    The outer one may run in a thread of autograd, where it has no frame, while another thread waits for it.
     """
     here, waiting = threading.get_ident(), False
     if all(thread.ident != here or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
@@ -309,7 +309,7 @@ def in_nested_backward() -> bool:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Go outwards, up to a backward that is under way."""
+    """Iterate outwards, up to a backward that is under way."""
     return itertools.takewhile(lambda each: each.f_code is not _ENGINE, _all_callers(frame))
 
 
@@ -319,15 +319,15 @@ def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and who wants it
+_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and the code that wants it
 
 
 class Origin(NamedTuple):
     """Where in Python a collective comes from.
 
     Attributes:
-        function: The frame of the function of `torch.distributed` that was called, if it was one. Some
-            call each other (`batch_isend_irecv`, `isend`): this is the outermost.
+        function: The frame of the called function of `torch.distributed`, if there is one. Some functions call each
+            other (`batch_isend_irecv`, `isend`): this is the outermost.
         caller: The frame that called it.
     """
 
@@ -336,11 +336,11 @@ class Origin(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """Whose collective it is, if a rank that has joined cannot follow those.
+        """The owner of the collective, if joined ranks cannot follow this owner's collectives.
 
-        Of "fsdp", either generation; "dtensor", which is made whole, or whose parts are brought together; "zero",
-        DeepSpeed, and not a user through `deepspeed.comm` (seen in DeepSpeed 0.19.8); "averaging", one of torch's model
-        averagers; "checkpoint", also the consolidation of a sharded optimizer's state.
+        "fsdp", either generation; "dtensor", making one whole or combining its parts; "zero", DeepSpeed itself, not a
+        user of `deepspeed.comm` (seen in DeepSpeed 0.19.8); "averaging", a torch model averager; "checkpoint", also the
+        consolidation of a sharded optimizer's state.
         """
         frame = self.caller
         file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
@@ -372,14 +372,14 @@ def origin(caller: FrameType | None) -> Origin:
 
 
 def _is_passed_on(frame: FrameType) -> bool:
-    """Whether a call is only passed on here: by `torch.set_default_device` or another mode, or what that calls."""
+    """Whether this frame only passes a call on: `torch.set_default_device` or another mode, or a function it calls."""
     outer = next((each for each in _all_callers(frame) if _is_torchs(each) or _passes_on(each)), None)
     return outer is not None and _passes_on(outer)
 
 
 def _passes_on(frame: FrameType) -> bool:
     if frame.f_code.co_name == "__torch_dispatch__":
-        return not _is_torchs(frame)  # whose are FSDP's and DTensor's own
+        return not _is_torchs(frame)  # torch's are FSDP's and DTensor's own
     return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == _OVERRIDES_FILE
 
 
@@ -388,9 +388,9 @@ def _is_torchs(frame: FrameType) -> bool:
 
 
 def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
-    """Have `refuse` called before a CUDA graph is captured or replayed; return what ends that.
+    """Call `refuse` before a CUDA graph is captured or replayed; return a function that ends this.
 
-    What a graph replays passes by every hook, and the dispatcher: nobody hears of its collectives.
+    A graph's replay bypasses all hooks and the dispatcher: its collectives cannot be seen.
     """
     kind: Any = torch.cuda.CUDAGraph
 
@@ -405,27 +405,27 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:
-    """Whether a `_coalescing_manager` of the group's launches it later: one that is open, or with a device ends now."""
+    """Whether an open `_coalescing_manager` of the group, or one with a device that is about to end, launches it."""
     is_open = any(each.group_name == group.group_name for each in distributed_c10d._world.pg_coalesce_state)
     name = "" if caller is None else caller.f_code.co_name
     return is_open or (name == "_coalescing_manager" and caller.f_locals["device"] is not None)  # type: ignore[union-attr]
 
 
 def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """End the `_coalescing_manager` of torch's own that something raises in: torch leaves it open.
+    """End a `_coalescing_manager` of torch in which an error is raised: torch leaves it open.
 
-    The next collective of the group would then wait to be launched by an end that does not come.
+    The group's next collective would then wait for ever to be launched by the manager's end.
     """
     open_groups = distributed_c10d._world.pg_coalesce_state
     for each in [each for each in open_groups if each.group_name == group.group_name]:
         del open_groups[each]
         for device in {tensor.device for tensor in tensors}:
-            with suppress(RuntimeError):  # it was begun without a device
+            with suppress(RuntimeError):  # it was opened without a device
                 each._end_coalescing(device)
 
 
 def gather_object_destination(frame: FrameType, ranks: Sequence[int]) -> int:
-    """Return the destination, as a global rank, from the frame of a `gather_object` of a group of these."""
+    """Return the destination, as a global rank, from the frame of a `gather_object` in a group of these ranks."""
     if "global_dst" in frame.f_locals:  # before torch 2.7
         return int(frame.f_locals["global_dst"])
     return ranks[int(frame.f_locals["group_dst"])]

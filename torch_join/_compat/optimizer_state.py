@@ -13,13 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def scale_device(scaler: GradScaler) -> str | None:
-    """Return the kind of device that `scaler` keeps its scale on; it makes the tensors when first used."""
+    """Return the kind of device of the scale of `scaler`; it makes the tensors when first used."""
     scale = getattr(scaler, "_scale", None)  # a disabled scaler lacks it
     return None if scale is None else scale.device.type
 
 
 def was_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether LR schedulers have seen `optimizer` step (they warn where it was not)."""
+    """Whether LR schedulers have seen `optimizer` step (they warn if not)."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 
@@ -29,12 +29,12 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is one of torch's norms that keep statistics of what this rank has seen."""
+    """Whether a module is one of torch's norms with statistics of this rank's batches."""
     return isinstance(module, _NormBase)
 
 
 def computed_names(module: nn.Module) -> set[str]:
-    """Return names of attributes that hooks of torch (`spectral_norm`, `weight_norm`, pruning) set in each forward."""
+    """Return the attributes that torch's hooks (`spectral_norm`, `weight_norm`, pruning) set in each forward."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
     return {str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "")) for hook in hooks}
 
@@ -46,7 +46,7 @@ def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_state(optimizer: Any) -> bool:
-    """Whether `optimizer` has a state dict other than that of torch's optimizers."""
+    """Whether the state dict of `optimizer` differs from that of torch's optimizers."""
     plain = torch.optim.Optimizer
     hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return (

@@ -1,4 +1,4 @@
-"""What torch's pipelines keep to themselves (seen in torch 2.13.0)."""
+"""Private names of torch's pipelines (seen in torch 2.13.0)."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _STAGE = "torch.distributed.pipelining.stage"
 
 
 def split_backwards(check: Callable[[], None]) -> AbstractContextManager[None]:
-    """Within, `check` comes before a backward of a schedule that splits those of inputs from those of weights."""
+    """Call `check` before a backward of a schedule that splits backwards of inputs from those of weights."""
     stage: Any = sys.modules.get(_STAGE)
     own = getattr(stage, "stage_backward_input", None)  # older torch has no such schedules
     if own is None:

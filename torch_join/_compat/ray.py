@@ -1,4 +1,4 @@
-"""What Ray Train keeps to itself: where its functions go through in a worker. Seen in ray 2.60.0 (Train V2)."""
+"""Ray Train's private names: the object through which its functions go in a worker. Seen in ray 2.60.0 (Train V2)."""
 
 import sys
 from functools import cache
@@ -7,7 +7,7 @@ from typing import Any
 from torch_join._base.names import check_names
 
 _MODULE = "ray.train.v2._internal.execution.train_fn_utils"
-# By method, the function of Ray's that calls it on all workers.
+# By method, the Ray function that calls it on all workers.
 WAITS_FOR_ALL = {
     "report": "ray.train.report",
     "barrier": "ray.train.collective.barrier",
@@ -17,7 +17,7 @@ WAITS_FOR_ALL = {
 
 
 def train_worker() -> Any:
-    """Return the object whose methods Ray Train's functions call, where it runs this process; else `None`."""
+    """Return the object whose methods Ray Train's functions call, if Ray Train runs this process; else `None`."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return None

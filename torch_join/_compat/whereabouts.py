@@ -1,8 +1,8 @@
-"""Every private name of torch by which a rank says where its code is, and in which collective (seen in torch 2.13.0).
+"""Every private name of torch that tells where a rank's code is, and in which collective (seen in torch 2.13.0).
 
-`tests/core/_control/test_deadlock.py` notices when one of them goes. Torch's flight recorder is the source: its entries
-of a group have numbers that all members have in common, which leave out what is sent point to point, and say whether
-they are done. Without it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not record gloo) nothing of that is known.
+`tests/core/_control/test_deadlock.py` notices when one of them goes. The source is torch's flight recorder: its entries
+for a group have numbers that all members share, without point-to-point messages, and say whether they are done. Without
+it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not record gloo) none of that is known.
 """
 
 import os
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._compat.operators import _C10D_FILE, _COLLECTIVES, _DDP_FORWARD, _ENGINE, _LOGGER_FILE, _frames
 
 _FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "")
-# Where torch waits for a work of its own, below a function that issues collectives.
+# Where torch waits for its own work, below a function that issues collectives.
 _WAITS = tuple(_FOLDER + name for name in ("fsdp", "tensor", "_functional_collectives", "_composable", "optim"))
 _WRAPS = ("torch._ops", "torch._library", "torch.utils._contextlib")
 _PASSED = {
@@ -34,14 +34,14 @@ _LAST = 8  # operations of each group, at most
 
 
 class Place(NamedTuple):
-    """Where a thread is.
+    """Where a thread's code is.
 
     Attributes:
         kind: "collective", if it waits for one; "backward"; or "elsewhere".
         what: In words.
-        group: The name of the collective's group, if that is known.
-        at: File and line of the user's code.
-        computed: For how many ticks it has computed, which stand still as long as it waits.
+        group: The name of the collective's group, if known.
+        at: File and line of user code.
+        computed: Its processor time in ticks, which stand still while it waits.
     """
 
     kind: str
@@ -55,9 +55,9 @@ class Issued(NamedTuple):
     """A rank's collectives.
 
     Attributes:
-        last: By a group's name and a backend of it, each of which numbers its own ("0:gloo"): the names of the last
-            few, by number.
-        pending: The last one that a thread has issued, if it is not done: whose, its number and its name.
+        last: By the name of a group and of a backend, each of which has its own numbers ("0:gloo"): the names of the
+            last few, by number.
+        pending: The last one that a thread has issued, if it is not done: its key in `last`, its number and its name.
     """
 
     last: dict[str, dict[int, str]]
@@ -65,7 +65,7 @@ class Issued(NamedTuple):
 
 
 def place_of(thread: int, native: int) -> Place:
-    """Return where a thread is, by both of its numbers; it goes on meanwhile."""
+    """Return where a thread is, by both of its numbers; it keeps running meanwhile."""
     frame = inner = _frames().get(thread)
     while inner is not None and (inner.f_code.co_filename == _LOGGER_FILE or _module(inner).startswith(_WRAPS)):
         inner = inner.f_back
@@ -74,7 +74,7 @@ def place_of(thread: int, native: int) -> Place:
 
 def _waits_in(inner: FrameType) -> tuple[str, str, str]:
     file, function = inner.f_code.co_filename, inner.f_code.co_name
-    if inner.f_code is _ENGINE:  # elsewhere nobody can tell whether it computes
+    if inner.f_code is _ENGINE:  # other systems cannot tell whether it computes
         return ("backward" if sys.platform == "linux" else "elsewhere"), "a backward", ""
     if file == _C10D_FILE and function in _COLLECTIVES:
         if inner.f_locals.get("async_op", False):
@@ -112,20 +112,20 @@ def _computed(native: int) -> int:
 
 
 def sequence_numbers() -> dict[str, int]:
-    """Return, by group's name, a number that is no lower than that of its collectives that this rank has issued."""
+    """Return, by group's name, a number no lower than that of any collective that this rank has issued in it."""
     numbers: dict[str, int] = {}
     groups: list[tuple[Any, str]] = [*distributed_c10d._world.pg_names.items()]
     for group, name in groups:
-        with suppress(RuntimeError):  # of a backend that counts nothing
+        with suppress(RuntimeError):  # from a backend that does not count
             numbers[name] = group._get_sequence_number_for_group()
     return numbers
 
 
 def issued(thread: int) -> Issued:
-    """Return what the recorder knows. A full one takes 0.1 s, and the interpreter's lock.
+    """Return the recorder's contents. A full one takes 0.1 s, and the interpreter's lock.
 
     Args:
-        thread: Whose last collective may be pending; those of other threads are none that it waits for.
+        thread: The thread whose last collective may be pending; it does not wait for those of other threads.
     """
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         return Issued({}, None)
@@ -148,7 +148,7 @@ def issued(thread: int) -> Issued:
 
 
 def store_port() -> int:
-    """Return the port of the job's key-value store, which is no rank's; -1 without one."""
+    """Return the port of the job's key-value store, which belongs to no rank; -1 without one."""
     store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
