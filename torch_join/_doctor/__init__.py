@@ -1,4 +1,4 @@
-"""What `python -m torch_join doctor` checks: begin with `run.py`, which has the checks in their order.
+"""The checks of `python -m torch_join doctor`: begin with `run.py`, which has them in order.
 
-A check is a function that each rank calls, by a deadline, and one that judges on rank 0 what they have returned.
+A check is a function that each rank calls, with a deadline, and one on rank 0 that judges the returned values.
 """

@@ -1,4 +1,4 @@
-"""One check: what each rank does, by a deadline, and what rank 0 makes of it: they talk in JSON, in the job's store."""
+"""One check: each rank acts, with a deadline, and rank 0 judges; they exchange JSON in the job's store."""
 
 import faulthandler
 import json
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch_join._base.errors import name_ranks
 from torch_join._doctor.report import Finding
 
-_GRACE = 3.0  # seconds, for which rank 0 waits longer than a rank is given
+_GRACE = 3.0  # seconds that rank 0 waits beyond a rank's deadline
 
 
 @dataclass
 class Job:
-    """This process, as a rank of several.
+    """This process, as one rank of a job.
 
     Attributes:
         rank: Its number.
-        world_size: How many there are.
+        world_size: The number of ranks.
         local_rank: Its number on this host.
-        local_world_size: How many there are on this host.
-        store: The job's, once it is reached.
-        device: What it trains on.
+        local_world_size: The number of ranks on this host.
+        store: The job's store, once it is reached.
+        device: The device that it trains on.
     """
 
     rank: int = 0
@@ -42,10 +42,10 @@ class Job:
 
     @classmethod
     def of_environment(cls) -> "Job | None":
-        """Return what torchrun's variables say, if they are there.
+        """Return the job in torchrun's variables, if they are set.
 
         Raises:
-            ValueError: They are no numbers, or no rank of that world size.
+            ValueError: They are not numbers, or not a rank of that world size.
         """
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
@@ -56,11 +56,11 @@ class Job:
         return cls(rank, world_size, *local)
 
     def collect(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Tell all ranks something, and return what each has told by this name, by rank, of those that do in time."""
+        """Send all ranks a value; return the values sent under this name, by rank, of those that arrive in time."""
         store, keys = self.store, [f"{name}/{rank}" for rank in range(self.world_size)]
         assert store is not None
         store.set(keys[self.rank], json.dumps(value))
-        with suppress(RuntimeError):  # some do not
+        with suppress(RuntimeError):  # some do not arrive
             store.wait(keys, timedelta(seconds=seconds))
         return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
 
@@ -70,12 +70,12 @@ class Check:
     """One check.
 
     Attributes:
-        name: What it is called.
-        act: What each rank does; what it returns goes to rank 0 as JSON.
-        judge: What rank 0 makes of that: a value of each rank, by rank.
+        name: Its name.
+        act: Called on each rank; the value that it returns goes to rank 0 as JSON.
+        judge: Called on rank 0 with the values of all ranks, by rank.
         seconds: The deadline of `act`.
-        needs: An earlier check, without whose end this one cannot run.
-        remedy: What to do where a rank does not come to its end.
+        needs: An earlier check that must have been completed.
+        remedy: What to do if a rank does not complete the check.
     """
 
     name: str
@@ -86,15 +86,15 @@ class Check:
     remedy: str = "Read what the ranks have written to stderr, and the stacks that --json prints."
 
     def run(self, job: Job) -> Finding:
-        """Return what all ranks have found; all of them call this.
+        """Return the finding of all ranks; all of them call this.
 
-        A rank that is still not done when rank 0 has named it, or is rank 0, prints where it is, and ends.
+        A rank that is still not done when rank 0 has reported it, or that is rank 0, prints its stack and exits.
         """
         deadline = time.monotonic() + self.seconds
         faulthandler.dump_traceback_later(self.seconds + (5 if job.rank else 2) * _GRACE, exit=True)
         try:
             return self._share(job, self._attempt(job), deadline)
-        except Exception as error:  # the store is gone: this rank goes on alone
+        except Exception as error:  # the store is gone: this rank continues alone
             job.store = None
             text = f"rank {job.rank} lost the job's store, or the rank that judges: {type(error).__name__}: {error}"
             return Finding(self.name, "failed", text, "The log of rank 0 says more.", is_broken=True)
@@ -108,7 +108,7 @@ class Check:
             return {"error": f"{type(error).__name__}: {error}", "stack": traceback.format_exception(error)}
 
     def _share(self, job: Job, outcome: dict[str, Any], deadline: float) -> Finding:
-        if job.store is None:  # then this rank is alone with it
+        if job.store is None:  # then this rank is on its own
             return self._conclude({job.rank: outcome}, [])
         store, key, left = job.store, f"{self.name}/finding", max(deadline - time.monotonic(), _GRACE)
         if job.rank > 0:

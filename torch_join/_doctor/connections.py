@@ -1,4 +1,4 @@
-"""The job's store, the backend of its process group, and the connections that torch_join makes itself."""
+"""Checks of the job's store, the backend of its process group, and torch_join's own connections."""
 
 import os
 import statistics
@@ -15,9 +15,9 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding
 
-_TIMES = 20  # what is measured is a median of so many
+_TIMES = 20  # measurements per median
 _REACHES_WITHIN = timedelta(seconds=15)  # torch tries for up to twice as long
-TIMEOUT = timedelta(seconds=30)  # for which a rank waits for others: then it says for which
+TIMEOUT = timedelta(seconds=30)  # how long a rank waits for others before it reports which ones
 
 
 def _milliseconds(act: Callable[[], object]) -> float:
@@ -33,7 +33,7 @@ def _milliseconds(act: Callable[[], object]) -> float:
 
 
 def reach_store(job: Job) -> float:
-    """Connect to the store, unless it is there, and return how many milliseconds a question takes."""
+    """Connect to the store, unless connected, and return how many milliseconds a request takes."""
     store = job.store = job.store or dist.PrefixStore("torch_join/doctor", _open_store())
     store.set(key := f"time/{job.rank}", "")
     return _milliseconds(lambda: store.get(key))
@@ -52,7 +52,7 @@ def _open_store() -> dist.Store:
 
 
 def judge_store(said: Sequence[float]) -> Finding:
-    """Report how long a question takes."""
+    """Report how long a request takes."""
     slowest = max(range(len(said)), key=said.__getitem__)
     ranks = "the only rank reaches it" if len(said) == 1 else f"all {len(said)} ranks reach it"
     text = f"{ranks}; a question takes {said[slowest]:.2f} ms (rank {slowest}, the slowest)"
@@ -69,7 +69,7 @@ STORE = Check("store", reach_store, judge_store, seconds=35.0, remedy=_REMEDY)
 
 
 def add_up(job: Job) -> dict[str, Any]:
-    """Begin the process group, unless there is one, and add up a tensor over all ranks."""
+    """Create the process group, unless there is one, and sum a tensor over all ranks."""
     there = _choose_device(job)
     if not dist.is_initialized():
         kind = dist.get_default_backend_for_device(job.device)
@@ -92,12 +92,12 @@ def add_up(job: Job) -> dict[str, Any]:
 
 
 def _choose_device(job: Job) -> int:
-    """Choose an accelerator if each rank has one of its own, else the CPU; return how many this rank sees."""
+    """Choose an accelerator if each rank has its own, else the CPU; return how many this rank sees."""
     there = torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator() if there else None  # where there is none, older torch (2.6) raises
+    kind = torch.accelerator.current_accelerator() if there else None  # without any, older torch (2.6) raises
     if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
         kind, there = None, 0
-    # The only one that is visible, by a name that no other on any host has.
+    # The only visible one, by a name that is unique over all hosts.
     only = getattr(torch.cuda.get_device_properties(0), "uuid", "") if there == 1 and torch.cuda.is_available() else ""
     offer = [kind.type if kind else "cpu", there >= job.local_world_size, str(only)]
     offers = job.collect("devices", offer, TIMEOUT.total_seconds())
@@ -135,7 +135,7 @@ BACKEND = Check("backend", add_up, judge_backend, seconds=40.0, needs="store", r
 
 
 def connect(job: Job) -> float:
-    """Make torch_join's connections between the ranks, and return the milliseconds in which all ranks meet."""
+    """Make torch_join's connections between the ranks; return the milliseconds of a meeting of all ranks."""
     use_device(job.device, None)
     channel = open_channel(timeout=TIMEOUT)
     channel.barrier()
@@ -145,7 +145,7 @@ def connect(job: Job) -> float:
 
 
 def judge_links(said: Sequence[float]) -> Finding:
-    """Report how long it takes all ranks to meet."""
+    """Report how long a meeting of all ranks takes."""
     if len(said) == 1:
         return Finding("links", "ok", "one rank needs none")
     text = f"all {len(said)} ranks are connected, and meet in {max(said):.2f} ms"

@@ -1,6 +1,6 @@
-"""Whether the private names that this package relies on are there, in the frameworks that are installed.
+"""Checks that the installed frameworks have the private names that this package relies on.
 
-Each compat module checks its own as it is imported.
+Each compat module checks its own names as it is imported.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding
 
-# By framework, what relies on names of it.
+# By framework, the modules that rely on its names.
 MODULES = {
     "torch": ["torch_join.integration", "torch_join._compat.fsdp"],
     "lightning": ["lightning_join", "lightning_join.fabric"],
@@ -19,13 +19,13 @@ MODULES = {
     "transformers": ["accelerate_join.transformers"],
     "deepspeed": ["torch_join._compat.deepspeed"],
 }
-NEEDS = {"transformers": "accelerate"}  # which is not there with each transformers
+NEEDS = {"transformers": "accelerate"}  # not installed with every transformers
 
 
 def import_all(job: Job) -> dict[str, str]:
-    """Return, by framework that is installed, what its import raised, or nothing.
+    """Return, by installed framework, the error of its import, or an empty string.
 
-    That takes seconds, so the ranks of a host have a part each.
+    Imports take seconds, so the ranks of a host share them.
     """
     found = {}
     for framework in [*MODULES][job.local_rank :: job.local_world_size]:
@@ -44,12 +44,12 @@ def _problem(modules: Sequence[str]) -> str:
 
 
 def judge_names(said: Sequence[dict[str, str]]) -> Finding:
-    """Report which frameworks lack something."""
+    """Report which frameworks lack a name."""
     problems = [f"rank {rank}: {text}" for rank, each in enumerate(said) for text in each.values() if text]
     data = {"ranks": [*said]}
     if problems:
         remedy = "Install versions of the check 'versions', or a newer torch_join. Other packages work all the same."
-        is_torch = any(each.get("torch") for each in said)  # the others may not be used
+        is_torch = any(each.get("torch") for each in said)  # other frameworks may not be used
         return Finding("names", "failed" if is_torch else "warning", "; ".join(problems), remedy, data)
     frameworks = sorted({name for each in said for name in each})
     return Finding("names", "ok", f"all that is relied on is there: {', '.join(frameworks)}", data=data)

@@ -1,4 +1,4 @@
-"""What a check has found, and how it is printed."""
+"""The finding of a check, and how it is printed."""
 
 import json
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ Verdict = Literal["ok", "warning", "failed", "not run"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """The finding of a check.
 
     Attributes:
-        name: The check's.
-        verdict: Of it.
-        text: One sentence, or a few.
-        remedy: What to do, where it is not ok.
+        name: The name of the check.
+        verdict: Its verdict.
+        text: A sentence or a few.
+        remedy: What to do, unless it is ok.
         data: Numbers and names, for programs.
-        is_broken: Whether some rank did not come to the check's end: what builds on it is not run.
+        is_broken: Whether some rank did not complete the check: checks that need it are not run.
     """
 
     name: str
@@ -30,18 +30,18 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What a person reads."""
+        """The line printed for people."""
         text = f"{self.verdict:<8} {self.name:<9} {self.text}"
         return f"{text}\n{'':<18} what to do: {self.remedy}" if self.remedy else text
 
 
 def document(findings: Sequence[Finding], **about: Any) -> str:
-    """Return the JSON document of a run; `about` is what else it says of that."""
+    """Return the JSON document of a run, with `about` added to it."""
     checks = [asdict(finding) for finding in findings]
     return json.dumps({**about, "verdict": verdict_of(findings), "checks": checks}, indent=1)
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """Return the worst of the verdicts."""
+    """Return the worst verdict."""
     found = {finding.verdict for finding in findings}
     return "failed" if found & {"failed", "not run"} else "warning" if "warning" in found else "ok"

@@ -1,4 +1,4 @@
-"""The checks in their order, and who runs them: the ranks of a job, or three that torchrun starts for it."""
+"""The checks in order, and the ranks that run them: those of a job, or three that torchrun starts for it."""
 
 import contextlib
 import faulthandler
@@ -25,13 +25,13 @@ CHECKS = [
     training.COST,
 ]
 _RANKS = 3
-_END_SECONDS = 5.0  # for which ranks wait for each other at the end
-_AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # of ranks that `_launch` starts: what is said of a job that was not asked
-_SAID = 3  # the exit code of these where a check has failed and rank 0 has said so: Python ends with 1 by itself
+_END_SECONDS = 5.0  # how long ranks wait for each other at the end
+_AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # set for ranks that `_launch` starts: the job around it that was not checked
+_SAID = 3  # these ranks' exit code if a check has failed and rank 0 has printed it: Python itself uses 1
 
 
 def examine(is_json: bool) -> int:
-    """Run all checks as a rank of the job that there is, or of one that is started; return the exit code."""
+    """Run all checks as a rank of the present job, or of one that this starts; return the exit code."""
     try:
         job = Job.of_environment()
     except ValueError as error:
@@ -44,7 +44,7 @@ def examine(is_json: bool) -> int:
 
 
 def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield what each check finds; what needs one that did not come to its end is not run."""
+    """Yield each check's finding; a check is not run if one that it needs was not completed."""
     if around := os.environ.get(_AROUND):
         text = f"this machine was checked, and not the job around it ({around})"
         remedy = "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
@@ -64,15 +64,15 @@ def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 def _run_as_rank(job: Job, is_json: bool) -> NoReturn:
-    """Run all checks, of which rank 0 prints the findings, and end this process."""
-    faulthandler.register(signal.SIGTERM, chain=True)  # where torchrun ends a rank that hangs, its stack is printed
+    """Run all checks, print the findings on rank 0, and end this process."""
+    faulthandler.register(signal.SIGTERM, chain=True)  # prints the stack when torchrun ends a rank that hangs
     begin, findings = time.monotonic(), list[Finding]()
     with _own_stdout() as out:
         for finding in run(job, CHECKS):
             findings.append(finding)
             if job.rank == 0 and not is_json:
                 print(finding.line, file=out, flush=True)
-            elif job.store is None and finding.verdict == "failed":  # nobody else hears of it
+            elif job.store is None and finding.verdict == "failed":  # no other rank prints it
                 print(f"rank {job.rank}: {finding.line}", file=sys.stderr, flush=True)
         if job.rank == 0 and is_json:
             seconds = round(time.monotonic() - begin, 1)
@@ -87,7 +87,7 @@ def _run_as_rank(job: Job, is_json: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[TextIO]:
-    """Send what others print to stderr, gloo for one; what this gives goes to stdout."""
+    """Send other output, such as gloo's, to stderr; the file yielded writes to stdout."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
@@ -100,7 +100,7 @@ def _own_stdout() -> Iterator[TextIO]:
 
 
 def _launch(is_json: bool) -> int:
-    """Have torchrun start three ranks on this machine, and return the exit code."""
+    """Start three ranks on this machine with torchrun; return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,7 +124,7 @@ def _launch(is_json: bool) -> int:
 
 
 def _job_around() -> Iterator[str]:
-    """Yield what says that there is a job of several ranks, of which this process does not know its own."""
+    """Yield variables that show a job of several ranks in which this process does not know its own rank."""
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR"):
         if os.environ.get(name, "") not in ("", "0", "1"):
             yield f"{name}={os.environ[name]}"

@@ -1,4 +1,4 @@
-"""One uneven epoch, compared with one process; and what an even step costs."""
+"""One uneven epoch, compared with a single process; and the cost of an even step."""
 
 import copy
 import math
@@ -18,13 +18,13 @@ from torch_join._doctor.report import Finding
 from torch_join.join import Join
 
 _SEED = 7
-_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # where a device has no float64
+_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # float32 for devices without float64
 
 # ------------------------------------------------------------ an uneven epoch
 
 
 def train_unevenly(job: Job) -> dict[str, Any]:
-    """Train on uneven batches, and return the largest difference of a parameter from one process's."""
+    """Train on uneven batches; return the largest difference of a parameter from a single process's."""
     dtype = torch.float32 if job.device.type == "mps" else torch.float64
     network = _network(7, 5).to(job.device, dtype)
     reference = copy.deepcopy(network).cpu()
@@ -44,7 +44,7 @@ def train_unevenly(job: Job) -> dict[str, Any]:
 
 
 def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]]) -> None:
-    """Do what the ranks do together: each step has the sum of the active ranks' gradients, over the world size."""
+    """Train as the ranks do together: each step has the sum of the active ranks' gradients, over the world size."""
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     for step in range(max(map(len, batches))):
         optimizer.zero_grad()
@@ -55,7 +55,7 @@ def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]
 
 
 def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
-    """Compare the largest difference of all ranks with what rounding explains."""
+    """Compare the largest difference on all ranks with the bound for rounding."""
     differences, bound = [float(each["difference"]) for each in said], said[0]["bound"]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
     shown = ", ".join(str(each["batches"]) for each in said[:4]) + (", ..." if len(said) > 4 else "")
@@ -67,7 +67,7 @@ def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
 _REMEDY = "If the checks before are well, report this, with what --json prints."
 EPOCH = Check("epoch", train_unevenly, judge_epoch, seconds=40.0, needs="links", remedy=_REMEDY)
 
-# ------------------------------------------------------------ what it costs
+# ------------------------------------------------------------ the cost
 
 _PAIRS, _STEPS, _WARM_UP = 12, 8, 2
 _WARNS_ABOVE = 1.2
@@ -93,7 +93,7 @@ def measure(job: Job) -> list[tuple[float, float]]:
     for index in range(_PAIRS + 1):
         one, other = time_steps(bool(index % 2)), time_steps(not index % 2)
         pairs.append((other, one) if index % 2 else (one, other))
-    return pairs[1:]  # DDP rebuilds its buckets in the first
+    return pairs[1:]  # DDP rebuilds its buckets in the first pair
 
 
 def _now(job: Job) -> float:
@@ -116,7 +116,7 @@ def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
 
 COST = Check("cost", measure, judge_cost, seconds=60.0, needs="epoch")
 
-# ------------------------------------------------------------ what both train
+# ------------------------------------------------------------ the model and its data
 
 
 def _network(*widths: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The versions that are installed, against those that the tests ran with (docs/versions.md)."""
+"""The installed versions, compared with those that the tests ran with (docs/versions.md)."""
 
 import importlib.metadata
 import json
@@ -13,12 +13,12 @@ from torch_join import __version__
 from torch_join._doctor.check import Check, Job
 from torch_join._doctor.report import Finding
 
-# A copy of what the table says, which `scripts/versions` writes: by package, the lowest version, and those that ran.
+# A copy of the table, written by `scripts/versions`: by package, the lowest version, and the tested ones.
 TESTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "tested.json").read_text())
 
 
 def find_versions(_: Job) -> dict[str, str]:
-    """Return the versions of what is installed, of the packages that the table has."""
+    """Return the installed versions of the packages in the table."""
     found = {"torch_join": __version__, "python": platform.python_version()}
     for package in TESTED:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -27,7 +27,7 @@ def find_versions(_: Job) -> dict[str, str]:
 
 
 def judge_versions(ranks: Sequence[Mapping[str, str]]) -> Finding:
-    """Report how the versions stand, and where ranks have different ones."""
+    """Report the standing of each version, and differences between ranks."""
     texts, remedies, standings = [], [], {}
     for name in dict.fromkeys(name for each in ranks for name in each):
         versions = sorted({each.get(name, "none") for each in ranks})
@@ -46,10 +46,10 @@ def judge_versions(ranks: Sequence[Mapping[str, str]]) -> Finding:
 
 
 def _standing_of(package: str, version: str) -> str:
-    """Say how a version stands to those that were tested; nothing of a package that the table does not have."""
+    """Return how a version compares with the tested ones; nothing for a package that is not in the table."""
     if package not in TESTED:
         return ""
-    digits = 2 if package == "python" else None  # whose patch releases change nothing here
+    digits = 2 if package == "python" else None  # Python's patch releases change nothing here
     number, ran = _number(version)[:digits], sorted(_number(tested)[:digits] for tested in TESTED[package]["tested"])
     if number < _number(TESTED[package]["lowest"]):
         return "older than supported"
@@ -59,10 +59,10 @@ def _standing_of(package: str, version: str) -> str:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, without what else a version may say."""
+    """Return the numbers of a release, without any suffix."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
-    while numbers and not numbers[-1]:  # 2.6 and 2.6.0 are one
+    while numbers and not numbers[-1]:  # 2.6 and 2.6.0 are equal
         numbers.pop()
     return tuple(numbers)
 
