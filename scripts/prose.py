@@ -1,11 +1,16 @@
-"""Print phrases in the docs that no native engineer would write, each with a replacement."""
+"""Print phrases in docs, docstrings and comments that no native engineer would write, each with a replacement."""
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 FILES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/how-do-i/*.md", "docs/reference/*.md")
+CLEAN = ("_base", "_collectives", "_compat", "_control", "_doctor", "_shadow", "_tail")
+SOURCES = (*(f"torch_join/{folder}/**/*.py" for folder in CLEAN), "torch_join/*.py")
 OWNERS = (
     "torch|Lightning|Accelerate|Fabric|Trainer|DeepSpeed|Ray|gloo|autograd|the user|a user|the optimizer|an optimizer"
 )
@@ -38,10 +43,24 @@ def phrases(text: str) -> Iterator[tuple[int, str, str]]:
         yield prose.count("\n", 0, match.start()) + 1, match[0], "the subject first"
 
 
+def remarks(source: str) -> str:
+    """Return the docstrings and comments of a source, each at its line."""
+    lines = [""] * (source.count("\n") + 2)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for offset, line in enumerate((ast.get_docstring(node) or "").splitlines()):
+                lines[node.body[0].lineno + offset] = line
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = token.string.removeprefix("# ")
+    return "\n".join(lines[1:])
+
+
 def violations(root: Path) -> Iterator[str]:
-    """Yield the phrases of all pages."""
-    for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
-        for line, phrase, instead in sorted(phrases(path.read_text())):
+    """Yield the phrases of all pages, and of the sources that have none so far."""
+    for path in sorted(path for pattern in (*FILES, *SOURCES) for path in root.glob(pattern)):
+        text = path.read_text()
+        for line, phrase, instead in sorted(phrases(remarks(text) if path.suffix == ".py" else text)):
             yield f"{path.relative_to(root).as_posix()}:{line}: “{phrase}”: {instead}"
 
 

@@ -1,4 +1,4 @@
-"""The pages have none of the phrases in `scripts/prose.py`, and each of these would be found."""
+"""The pages, docstrings and comments have none of the phrases in `scripts/prose.py`; each of these would be found."""
 
 from pathlib import Path
 
@@ -23,7 +23,20 @@ FOUND = {
 }
 
 
-def test_no_page_has_such_a_phrase() -> None:
+SOURCE = '''"""Whoever."""
+
+RANK = "goes on"  # amid
+
+
+class Loop:
+    """A loop.
+
+    Of a loop, the begin.
+    """
+'''
+
+
+def test_no_page_and_no_clean_source_has_such_a_phrase() -> None:
     assert [*prose.violations(Path(prose.__file__).parent.parent)] == []
 
 
@@ -45,3 +58,21 @@ def test_each_phrase_is_found(text: str) -> None:
 )
 def test_code_and_links_are_left_alone(text: str) -> None:
     assert [*prose.phrases(text)] == []
+
+
+def test_docstrings_and_comments_are_read_and_code_is_not() -> None:
+    found = [*prose.phrases(prose.remarks(SOURCE))]
+    assert {(line, phrase) for line, phrase, _ in found} == {
+        (1, "Whoever"),
+        (3, "amid"),
+        (9, "the begin"),
+        (9, "Of a"),
+    }
+
+
+def test_a_phrase_in_a_clean_source_is_a_violation(tmp_path: Path) -> None:
+    (tmp_path / "torch_join" / "_tail").mkdir(parents=True)
+    (tmp_path / "torch_join" / "_tail" / "loop.py").write_text(SOURCE)
+    assert [text.split(": ")[0] for text in prose.violations(tmp_path)] == [
+        f"torch_join/_tail/loop.py:{line}" for line in (1, 3, 9, 9)
+    ]

@@ -12,7 +12,7 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 Count: TypeAlias = Callable[[Any], float]  # called with a batch
 _Name = Literal["world", "active", "samples"]
 Weighting: TypeAlias = _Name | Count
-# What signatures have for a default. It is an object of its own: a "world" that is given may contradict torch's name.
+# The default in signatures. It is a separate object: an explicit "world" may contradict torch's argument.
 WORLD: Any = str(b"world", "ascii")
 
 

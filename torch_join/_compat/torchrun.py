@@ -1,4 +1,4 @@
-"""What torchrun is told of a rank that ends because another one has failed."""
+"""The report to torchrun of a rank that ends because another one has failed."""
 
 import json
 import os
@@ -9,9 +9,9 @@ _LATER = 60  # seconds; torchrun takes up to 30 to end the others
 
 
 def note_victim(text: str) -> None:
-    """Tell torchrun, which names the earliest failure as the root cause, that this rank's is a later one.
+    """Tell torchrun, which names the earliest failure as the root cause, that this rank failed later.
 
-    A rank without this file counts as of when torchrun sees it end. torch's own `record` writes one, too.
+    The failure of a rank without this file counts from when torchrun sees it end. torch's `record` writes one, too.
     """
     with suppress(OSError, KeyError):
         path = os.environ["TORCHELASTIC_ERROR_FILE"]

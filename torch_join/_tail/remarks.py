@@ -1,4 +1,4 @@
-"""What a job says of itself in the log: who has finished, what the rest weighs, what an uneven epoch has cost."""
+"""A job's log messages: which ranks have finished, the weight of the remaining steps, the cost of an uneven epoch."""
 
 import logging
 import time
@@ -14,16 +14,16 @@ from torch_join._monitor.records import EpochRecord, RankRecord
 from torch_join._participants.options import Options
 
 LOG = logging.getLogger("torch_join")
-SEEN: Counter[str] = Counter()  # in this process: a loop may have a `Join` of its own
+SEEN: Counter[str] = Counter()  # by process: each loop may have another `Join`
 
 
 class Remarks:
-    """One loop, as this rank sees it. Nothing is sent, and an even step is not even looked at.
+    """The messages of one loop, on this rank. Nothing is sent, and an even step costs nothing.
 
     Args:
         members: The ranks.
-        options: What the user has chosen.
-        framework: Whose log shows these lines, where nobody has set up `torch_join`'s own.
+        options: The user's options.
+        framework: The logger that shows these messages, unless `torch_join`'s own is set up.
         first: The loop's first step.
 
     Attributes:
@@ -76,7 +76,7 @@ class Remarks:
         return self._members.rank == self._active[0]
 
     def _weight(self, active: int) -> str:
-        """Say what the steps of the tail weigh."""
+        """Return a text about the weight of the tail's steps."""
         if self.weighs_items:
             return "The trainer divides each step's loss by its number of items, so that each counts the same."
         weighting, share = self._options.weighting, f"{active}/{self._members.world_size}"
@@ -89,7 +89,7 @@ class Remarks:
         return f"{name_of(weighting)}: {text}"
 
     def _say(self, text: str) -> None:
-        """Log a line as the framework logs its own, or by the level and handlers that `torch_join` was given."""
+        """Log a line as the framework logs its own, or by the level and handlers of the logger `torch_join`."""
         log = LOG if LOG.level or LOG.handlers else logging.getLogger(self._framework)
         if log.isEnabledFor(logging.INFO):
             log.handle(log.makeRecord(LOG.name, logging.INFO, __file__, 0, text, (), None))
