@@ -1,4 +1,4 @@
-"""A loop that a framework drives: every rank runs every step, with a batch or without."""
+"""A loop that a framework drives: every rank runs every step, with or without a batch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,27 +31,26 @@ from torch_join._tail.remarks import Remarks
 
 
 class Lockstep:
-    """One rank's part in training on uneven inputs, for a loop in which all ranks step together.
+    """One rank's part in training on uneven inputs, in a loop in which all ranks step together.
 
-    A rank that has run out of batches stays in the loop. In each step it runs `shadow_forward()` in
-    place of a forward and goes on as if it had had a batch: it takes part in what the model's backward does
-    with others, and steps its own optimizer and schedulers. So all ranks are identical after every step.
-    What a model's step is, a subclass knows.
+    A rank that has run out of batches stays in the loop. In each step it runs `shadow_forward()` instead of a forward
+    and continues as if it had a batch: it takes part in the collectives of the model's backward, and steps its own
+    optimizer and schedulers. So all ranks are identical after every step. Subclasses define the model's step.
 
     Args:
-        driver: The driver of its participants: what the active ranks do in a step, and joined ranks mirror.
-        make_model: Makes the model's participant; gets the driver and an index.
-        joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides
-            the model's; their main hooks run on a joined rank when the active ranks notify of them.
-        unsynced: Models with buffers that no wrapper keeps alike.
+        driver: The driver of its participants: the active ranks' actions in a step, which joined ranks mirror.
+        make_model: Makes the model's participant; called with the driver and an index.
+        joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides the model's; their
+            main hooks run on a joined rank when the active ranks notify of them.
+        unsynced: Models with buffers that no wrapper synchronizes.
 
     Attributes:
         keeps_buffers: Whether each rank keeps its own buffers for now.
-        plan: What plans whose batch each rank trains on, in an epoch in which batches are rebalanced.
-        remarks: What is said of the epoch in the log.
-        no_loss: Whether this rank has a batch and no loss that depends on the model.
-        no_output: Whether it has returned nothing at all.
-        follows_backward: Whether joined ranks take part in each collective of the backward of what is computed now.
+        plan: Plans which rank trains on which batch, in an epoch with rebalanced batches.
+        remarks: Writes log messages about the epoch.
+        no_loss: Whether this rank has a batch but no loss that depends on the model.
+        no_output: Whether its step has returned nothing at all.
+        follows_backward: Whether joined ranks take part in each collective of the current computation's backward.
 
     Raises:
         JoinTypeError: One of `joinables` does not follow torch's protocol.
@@ -76,22 +75,22 @@ class Lockstep:
         self.weighting = driver.members.weighting
         self._throws = driver.options.throw_on_early_termination
         self._buffers = StepBuffers(unsynced, self.channel, driver.members.group, driver.options.hand_over_buffers)
-        self._has_trained = False  # this rank has run a step of its own
+        self._has_trained = False  # whether this rank has run a step with a batch
         self._model: Participant = driver.add(make_model)
         self._customs = [driver.add(partial(custom_participant, joinable=j, options={})) for j in joinables]
         self._exchanged = ExchangedActiveRanks(self.channel, self._throws)
         self.plan: Rebalancer | None = None
         self._ranks: ExchangedActiveRanks | Rebalancer = self._exchanged  # or the plan
-        self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or what was read ahead
+        self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or a step that was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
         self._gone_to = -1  # the last step that was read ahead
         self._states = CatchUp(driver)
 
-    runs_placeholders = False  # on a joined rank, where the model's step needs all ranks
+    runs_placeholders = False  # on a joined rank, if the model's step needs all ranks
 
     def note_gather(self) -> None:
-        """Note that a gather through which gradients flow is part of what is computed now."""
+        """Note that the current computation has a gather through which gradients flow."""
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
@@ -122,15 +121,15 @@ class Lockstep:
         optimizers: Sequence[Any] = (),
         others: Sequence[Any] = (),
     ) -> list[Any]:
-        """Begin an epoch; all ranks meet.
+        """Start an epoch; all ranks meet.
 
         Args:
-            first_step: Where the epoch begins, 0 unless it is resumed in the middle.
+            first_step: The first step, 0 unless the epoch is resumed in the middle.
             end: This rank's number of batches, if it is known to be `first_step + 1` or less.
-            count: What the first batch counts, 0 without one.
-            value: Anything to share with the other ranks.
-            optimizers: Those that the framework steps in this epoch.
-            others: What else has a state that a step may change: LR schedulers.
+            count: The count of the first batch, 0 without one.
+            value: Any value to share with the other ranks.
+            optimizers: The optimizers that the framework steps in this epoch.
+            others: Other objects with a state that a step may change: LR schedulers.
 
         Returns:
             Every rank's `value`.
@@ -158,12 +157,12 @@ class Lockstep:
         return [value for _, _, value, *_ in everyone]
 
     def rebalance(self, source: Source, length: int | None, **options: Any) -> None:
-        """Rebalance the epoch that has begun; all ranks meet.
+        """Rebalance the current epoch; all ranks meet.
 
         Args:
             source: This rank's batches.
-            length: How many there are from here on, as far as is known.
-            **options: Of `Rebalancing.begin`.
+            length: Their number from here on, as far as known.
+            **options: Options of `Rebalancing.begin`.
 
         Raises:
             UnsupportedError: Several ranks compute a batch together.
@@ -183,18 +182,18 @@ class Lockstep:
         return self._ranks.share
 
     def arrive(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
-        """Go on to the next step, and say what the others need to know of it; all ranks call this.
+        """Move to the next step, and send what the other ranks need to know of it; all ranks call this.
 
         Args:
-            end: This rank's number of batches, if it has only now become known. It must be announced
-                one step ahead: when the next step is the rank's last, at the latest.
-            count: What the next step's batch counts, 0 without one.
-            notice: Anything else to tell the other ranks, as a JSON object.
-            waits: Whether all ranks wait here until they have heard each other; the same on all.
+            end: This rank's number of batches, if it has only now become known. It must be announced one step ahead: at
+                the latest when the next step is the rank's last.
+            count: The count of the next step's batch, 0 without one.
+            notice: Anything else to send to the other ranks, as a JSON object.
+            waits: Whether all ranks wait here for each other's messages; the same on all.
 
         Returns:
-            Whether they have: also where `waits` is false, at the edge of a tail and inside. Where all have a batch, in
-            the step that ends and in the next one, others are heard when something of what they say is needed.
+            Whether they have waited: even if `waits` is false they do at the edge of a tail, and inside. If all have a
+                batch in this step and in the next one, the messages are received when they are needed.
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
@@ -202,19 +201,19 @@ class Lockstep:
 
     @property
     def has_met(self) -> bool:
-        """Whether this rank has heard what all ranks have said of the current step."""
+        """Whether this rank has received all ranks' messages about the current step."""
         return self._ranks.has_met
 
     def meet(self) -> dict[int, dict[str, Any]]:
-        """Hear what all ranks have said of the current step, unless this rank has.
+        """Receive all ranks' messages about the current step, unless this rank has them.
 
         Returns:
-            The notices of the ranks that had one.
+            The notices of the ranks that sent one.
         """
         return self._ranks.meet()
 
     def go_to(self, step: ReadStep) -> None:
-        """Go on to a step that was read ahead; all ranks call this, in place of `arrive`."""
+        """Move to a step that was read ahead; all ranks call this, in place of `arrive`."""
         self._present = step
         self._gone_to += 1
 
@@ -230,22 +229,22 @@ class Lockstep:
         return [*result.notices]
 
     def count_first(self, count: float) -> None:
-        """Say what this rank's first batch counts, where that was not said as the epoch began; all ranks meet."""
+        """Send the count of this rank's first batch, if not sent at the start of the epoch; all ranks meet."""
         self._exchanged.counted, self._exchanged.total = count, self.channel.barrier(count).total
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether this rank's batch counts 0: then the gradient of its mean, times the factor of 0, may be NaN."""
+        """Whether this rank's batch counts 0: the gradient of its mean, times the factor 0, may then be NaN."""
         return self.driver.members.count is not None and not self.joined and self._present.counted == 0
 
     @property
     def loss_factor(self) -> float:
-        """What to multiply this rank's mean loss with before backward."""
+        """The factor for this rank's mean loss before backward."""
         return loss_factor(self.weighting, self.channel.world_size, len(self.active_ranks), *self._counts)
 
     @property
     def _counts(self) -> tuple[float, float]:
-        """What this rank's batch counts, and what all of the step do."""
+        """The counts of this rank's batch, and of all ranks' batches in the step."""
         self._ranks.meet()
         return self._present.counted, self._present.total
 
@@ -258,11 +257,11 @@ class Lockstep:
         self._buffers.end()
 
     def note_end(self) -> None:
-        """Say in the log what the epoch has cost, if it was uneven; all steps that were read are over."""
+        """Log what the epoch has cost, if it was uneven; all steps that were read are over."""
         self.remarks.end(self._ranks.step + self._gone_to + 1)
 
     def catch_up(self) -> None:
-        """Take what the steps of a tail have changed besides gradients, where it may be read; all ranks call this.
+        """Take over other changes than gradients from the steps of a tail, before they are read; all ranks call this.
 
         Raises:
             JoinError: The optimizers' hyperparameters differ on ranks that had the same steps.
@@ -271,7 +270,7 @@ class Lockstep:
             self.sync_buffers()
             self._states.take()
 
-    # ------------------------------------------------------------ the model's; what it does with others is followed
+    # ------------------------------------------------------------ the model's part, whose collectives are followed
 
     _device: torch.device
     _module: nn.Module
@@ -283,23 +282,23 @@ class Lockstep:
 
     @property
     def _forwards_alone(self) -> bool:
-        """Whether a forward needs no other rank. Else it would wait for one that has failed, and hear of nothing."""
+        """Whether a forward needs no other rank. Otherwise it could wait for a failed rank without ever noticing."""
         return False
 
     def _known(self) -> list[int] | None:
-        """Return what the other ranks' models must know when an epoch begins."""
+        """Return what the other ranks' models must know at the start of an epoch."""
         return None
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
-        """Take what the ranks know."""
+        """Take over what the ranks know."""
 
     def active_step(self) -> AbstractContextManager[None]:
-        """Put around an active rank's forward and whatever else its step does before backward."""
+        """Put around an active rank's forward and anything else that its step does before backward."""
         self._has_trained = True
         return self.driver.step(self.active_ranks) if self.in_tail else nullcontext()
 
     def before_forward(self) -> AbstractContextManager[None]:
-        """Put around what an active rank's step does before its forward, in the tail."""
+        """Put around the part of an active rank's step before its forward, in the tail."""
         return nullcontext()
 
     def shadow_forward(self) -> Tensor:
@@ -335,7 +334,7 @@ class Lockstep:
 
     @contextmanager
     def _giving_buffers(self) -> Iterator[None]:
-        """Put around a step: joined ranks then hold what the model keeps alike itself."""
+        """Put around a step: afterwards joined ranks have the buffers that the model itself keeps equal."""
         if self.in_tail:
             self._note_step()
             self._states.begin_step(self.active_ranks)
@@ -350,7 +349,7 @@ class Lockstep:
         self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._gone_to))
 
     def _sync_norms(self, model: nn.Module) -> None:
-        """Give joined ranks the buffers of SyncBatchNorm as they are after a step."""
+        """Give joined ranks the buffers of SyncBatchNorm after a step."""
         if self.in_tail:
             sync_norms(model, self.active_ranks[0], self.driver.members.group)
 
@@ -359,13 +358,13 @@ class Lockstep:
         return nullcontext()
 
     def sync_buffers(self) -> None:
-        """Give all ranks the model's newest buffers, if it does not leave each rank its own; all ranks call it."""
+        """Give all ranks the model's newest buffers, unless each rank keeps its own; all ranks call it."""
 
     def check_unfrozen(self, advice: str) -> None:
-        """Raise if a parameter has been trained without the other ranks' gradients; `advice` is where to unfreeze it.
+        """Raise if a parameter has been trained without the other ranks' gradients; `advice` says where to unfreeze it.
 
         Raises:
-            UnsupportedError: So it is.
+            UnsupportedError: One has.
         """
         if names := self.unfrozen(self._stepped):
             raise UnsupportedError(
@@ -374,8 +373,9 @@ class Lockstep:
             )
 
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters that train, and that the model does not average since it was wrapped.
+        """Return the names of the trained parameters that the wrapped model does not average.
 
-        Those are what was frozen then; and what was not there and one of these optimizers steps, as none does a copy.
+        These were frozen when it was wrapped, or were added since and are stepped by one of the optimizers, as copies
+        are not.
         """
         return []

@@ -1,9 +1,9 @@
-"""What a step changes besides gradients, in a loop in lockstep, and what ranks that have joined take of it.
+"""A step's changes besides gradients, in a loop in lockstep, and how joined ranks take them over.
 
-A joined rank steps its own optimizers and schedulers. What the user's code does in a step it does not do: a teacher
-follows the model there, weights are clamped, a rate or a weight decay is set, an optimizer's state is cleared. So where
-somebody may read it, before a validation or a checkpoint and at an epoch's end, all ranks compare digests of what they
-have, and take from the lowest rank that had the last step what is not the same. What has no state to take is named.
+A joined rank steps its own optimizers and schedulers, but does not run user code in a step, where a teacher may follow
+the model, weights be clamped, a rate be set, or an optimizer's state be cleared. So before these may be read (in a
+validation or checkpoint, and at an epoch's end) all ranks compare digests of their states, and take differing ones from
+the lowest rank that had the last step. A warning names objects without a state to take.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torch_join._participants.kinds import is_sharded_model, stateful
 
 
 class CatchUp:
-    """The state of what is trained, over the tails of one epoch after the other.
+    """The state of the trained objects, over the tails of all epochs.
 
     Args:
         driver: The driver of the steps.
@@ -34,7 +34,7 @@ class CatchUp:
         self.begin(())
 
     def begin(self, objects: Sequence[Any]) -> None:
-        """Begin an epoch in which these are trained: models, optimizers, LR schedulers."""
+        """Start an epoch in which these are trained: models, optimizers, LR schedulers."""
         self._objects = [*{id(thing): thing for thing in objects}.values()]  # each once
         self._source: int | None = None  # the lowest rank that had the last step of a tail
 
@@ -45,7 +45,7 @@ class CatchUp:
 
     @torch.inference_mode(False)
     def begin_step(self, active: tuple[int, ...]) -> None:
-        """Begin a step that only the `active` ranks have; all ranks call this.
+        """Start a step that only the `active` ranks have; all ranks call this.
 
         Raises:
             JoinError: The hyperparameters of their optimizers differ already.
@@ -64,10 +64,10 @@ class CatchUp:
 
     @torch.inference_mode(False)
     def take(self, in_step: bool = False) -> None:
-        """Take what this rank lacks; all ranks call this, where there was a tail since.
+        """Take over the states that this rank lacks; all ranks call this, after a tail.
 
         Args:
-            in_step: Whether the step goes on: then the wrapper has yet to make buffers the same, and nothing is named.
+            in_step: Whether the step continues: buffers are not synchronized by the wrapper yet, and nothing warns.
 
         Raises:
             JoinError: The hyperparameters differ on ranks that had the same steps.
@@ -85,7 +85,7 @@ class CatchUp:
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)
-            if differ:  # the same on all ranks, where `lacking` need not be: then this raises
+            if differ:  # the same on all ranks; if `lacking` is not, this raises
                 hand_over(lacking, source, self._channel, self._group, local)
             if not in_step:
                 self._source = None

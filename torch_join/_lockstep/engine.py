@@ -18,8 +18,8 @@ class LockstepEngineParticipant(Participant):
     """A `DeepSpeedEngine` whose steps all ranks run.
 
     Attributes:
-        events: What it announces and answers.
-        before_epilogue: Called where autograd's part of a backward ends, before what all ranks do alike.
+        events: The engine's events, which it announces and follows.
+        before_epilogue: Called at the end of autograd's part of a backward, before the part that all ranks run.
     """
 
     kinds: ClassVar[dict[str, Any]] = EngineEvents.kinds
@@ -47,7 +47,7 @@ class EngineLockstepJoin(Lockstep):
     """A `DeepSpeedEngine` in a loop in lockstep.
 
     A joined rank replays the engine's events of a step with zeros for gradients, twice: in place of the forward, and
-    inside of its loss's backward. Then it runs the epilogue and `engine.step()` itself, like all.
+    inside its loss's backward. Then it runs the epilogue and `engine.step()` itself, like all ranks.
 
     Args:
         driver: See `Lockstep`.
@@ -80,7 +80,7 @@ class EngineLockstepJoin(Lockstep):
 
     @contextmanager
     def in_engine(self) -> Iterator[None]:
-        # The epilogue, inside of the engine's backward, is what all ranks run.
+        # All ranks run the epilogue, which is inside the engine's backward.
         with ExitStack() as stack:
             stack.enter_context(super().in_engine())
             with setting(self._model, before_epilogue=stack.close):

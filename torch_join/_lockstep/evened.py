@@ -1,7 +1,7 @@
-"""The seam for a framework that iterates a loader itself: one that has as many steps on each rank as the longest one.
+"""The interface for a framework that iterates a loader itself: each rank has as many steps as the longest one.
 
-The framework takes all numbers from the loader's length, and reads several steps ahead if it likes. Of what it has read
-it finds, when it comes to run it, which ranks have a batch in the step:
+The framework takes all numbers from the loader's length, and may read several steps ahead. When it comes to run a step
+that it has read, it finds out which ranks have a batch in it:
 
     loader = EvenedLoader(own_loader, empty)
     evened = Evened(driver, device, begin, join.finish)  # `begin` calls `join.begin`
@@ -35,29 +35,29 @@ from torch_join._tail.reader import Reader
 
 _END = object()
 _Steps = Generator[tuple[Any, ReadStep], None, None]
-# Of a rank, as it begins to go through a loader: whether it has a batch; how many, if there can be no other number;
-# whether it has had none so far.
+# Sent by a rank as it starts a loader: whether it has a batch; the certain number of batches, if any; whether it has
+# had none so far.
 Beginning = tuple[bool, int | None, bool]
 
 
 class EvenedLoader:
-    """This rank's loader, and what is known of those of the other ranks.
+    """This rank's loader, with what is known about those of the other ranks.
 
-    Its length is this rank's own until the ranks have told each other theirs: asking for it is never something that
-    ranks do together. A framework that reads its loader in its own way derives a class.
+    Its length is this rank's own until the ranks have exchanged theirs: asking for it never communicates. A framework
+    that reads its loader in its own way derives a class.
 
     Args:
         loader: This rank's own.
-        empty: Returns a batch of the kind of another one with nothing in it, for steps in which this rank has none.
-        trains: Whether what it yields is trained on.
+        empty: Returns an empty batch of the same kind as another one, for steps in which this rank has none.
+        trains: Whether its batches are trained on.
         rebalances: Whether ranks give batches to each other.
         keeps: Whether a finished rank needs a whole batch: its own last one, or another rank's.
 
     Attributes:
         kept: That batch; `None` before this rank has one.
-        lengths: By rank, how many batches it says that it has, `None` without a length; empty until that is known.
-        stand_in: What a step without a batch gets; `None` before this rank has had one, or another's kind.
-        is_last_step: Whether no rank has a batch after what was yielded last.
+        lengths: By rank, the length of its loader, `None` without a length; empty until that is known.
+        stand_in: The batch for steps without one; `None` before this rank has had one, or another rank's kind.
+        is_last_step: Whether no rank has a batch after the last one yielded.
     """
 
     framework = "The framework"  # for messages
@@ -78,7 +78,7 @@ class EvenedLoader:
 
     @property
     def length(self) -> int | None:
-        """What this rank's loader says of its number of batches."""
+        """The length of this rank's loader, if any."""
         return length_of(self.loader)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class EvenedLoader:
         self.kept, self.stand_in = batch if self.keeps else None, self.empty(batch)
 
     def reader(self, counts: bool) -> Reader[Any]:
-        """Return what reads this rank's batches; `counts` is whether each is counted."""
+        """Return a reader of this rank's batches; `counts` is whether each is counted."""
         return Reader(self.loader)
 
     def around(self) -> AbstractContextManager[object]:
@@ -106,12 +106,12 @@ class EvenedLoader:
 
 
 class Evened:
-    """Goes through one loader after another, all ranks together.
+    """Iterates over one loader after another, on all ranks together.
 
     Args:
         driver: The driver of the steps.
-        device: Where batches are.
-        begin: Begins a loop with what this rank has to say, and returns what all ranks say; all ranks meet.
+        device: The device of the batches.
+        begin: Starts a loop: sends this rank's `Beginning`, and returns those of all ranks; all ranks meet.
         finish: Ends a loop; all ranks call it.
 
     Attributes:
@@ -127,17 +127,17 @@ class Evened:
     ) -> None:
         self._driver, self._channel, self._device = driver, driver.tail_log.channel, device
         self._begin_loop, self._finish_loop = begin, finish
-        self._count: Count | None = None  # returns what a batch counts, where batches are counted
+        self._count: Count | None = None  # returns the count of a batch, if batches are counted
         self.loader: EvenedLoader | None = None
-        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # what was read, and who has a batch in its step
+        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # batches read, and who has one in the same step
         self._current: Generator[Any, None, None] | None = None
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
-        """Return this rank's batches, and for as long as other ranks have some what stands in for one.
+        """Yield this rank's batches, and then stand-ins for as long as other ranks have some.
 
         Raises:
             EarlyTerminationError: On all ranks, if they are to throw and some rank runs out of batches before others.
-            JoinError: The loader has another number of batches than it can have.
+            JoinError: The loader has another number of batches than its certain one.
         """
         self.leave()
         self._current = current = self._go_through(loader)
@@ -150,7 +150,7 @@ class Evened:
             current.close()
 
     def take(self, batch: Any) -> ReadStep | None:
-        """Return who has a batch in the step of what was yielded, in that order; `None` if this was not."""
+        """Return who has a batch in the step of a yielded batch, taken in order; `None` if it was not yielded."""
         while self._ahead:
             given, step = self._ahead.popleft()
             if given is batch:
@@ -158,7 +158,7 @@ class Evened:
         return None
 
     def steps_of(self, batches: Sequence[Any]) -> list[ReadStep]:
-        """Return the steps of some of the batches that were read and not taken."""
+        """Return the steps of some of the batches that were read but not taken."""
         return [step for given, step in self._ahead if any(given is batch for batch in batches)]
 
     def _go_through(self, loader: EvenedLoader) -> Generator[Any, None, None]:
@@ -169,7 +169,7 @@ class Evened:
         with ExitStack() as stack:
             stack.callback(steps.close)
             for number, (batch, step) in enumerate(steps):
-                if not number:  # what the loader itself does as it begins comes before
+                if not number:  # after anything that the loader itself does at its start
                     stack.enter_context(loader.around())
                 loader.is_last_step = step.is_last_step
                 if batch is not _END:
@@ -187,12 +187,12 @@ class Evened:
         self._finish_loop()
 
     def _steps(self, loader: EvenedLoader) -> _Steps:
-        """Yield this rank's batches, and the end in steps without one."""
+        """Yield this rank's batches, and `_END` in steps without one."""
         rebalancing, reader = self._driver.rebalancing, loader.reader(self._count is not None)
         certain, plan = reader.certain_length(), None
         throws = loader.trains and self._driver.options.throw_on_early_termination
         if loader.rebalances and rebalancing.enabled:
-            rebalancing.current = None  # of the loop before: not every reader begins a plan
+            rebalancing.current = None  # the last loop's: not every reader starts a plan
             reader = reader.rebalanced(partial(self._plan, loader.length))
             plan = rebalancing.current
         batch, counted = self._take(reader, plan)
@@ -223,14 +223,14 @@ class Evened:
             batch, counted = self._take(reader) if batch is not _END else (_END, 0.0)
 
     def _take(self, reader: Reader[Any], plan: Rebalancer | None = None) -> tuple[Any, float]:
-        """Return this rank's next batch, if it has one, and what it counts, if nobody else counts it."""
+        """Return this rank's next batch, if any, and its count, unless the plan counts it."""
         if not reader.has_next():
             return _END, 0.0
         counted = 0.0 if self._count is None or plan is not None else float(reader.count(self._count))
         return reader.take(), counted
 
     def _planned(self, reader: Reader[Any], plan: Rebalancer, batch: Any) -> _Steps:
-        """Yield what this rank trains on where batches are rebalanced: its own, and others'."""
+        """Yield the batches that this rank trains on if they are rebalanced: its own, and others'."""
         try:
             while plan.active_ranks:
                 yield (
@@ -254,13 +254,13 @@ class Evened:
         return self._channel.barrier(count, notice or None)
 
     def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:
-        """Begin to go through a loader, with this rank's first batch; all ranks meet. Return what each says."""
+        """Start a loader, with this rank's first batch; all ranks meet. Return all ranks' `Beginning`s."""
         has = batch is not _END
         everyone = self._begin_loop((has, certain, loader.stand_in is None and not has))
         lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
         source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
         if lacking and source is not None:
-            # The kind of a batch is all that they need, but for placeholders.
+            # They only need the kind of a batch, except for placeholders.
             mine = None
             if self._channel.rank == source:
                 mine = loader.moved(batch if loader.keeps else loader.empty(batch), "cpu")
@@ -271,10 +271,10 @@ class Evened:
 
 
 class _Lengths:
-    """Warns where the loaders' lengths, by which a framework plans an epoch, prove wrong.
+    """Warns if the loaders' lengths, by which a framework plans an epoch, prove wrong.
 
     Args:
-        loader: What is gone through. The rest of one, where an epoch is resumed, is not compared.
+        loader: The loader. The rest of one, in a resumed epoch, is not compared.
     """
 
     def __init__(self, loader: EvenedLoader) -> None:
@@ -298,7 +298,7 @@ class _Lengths:
             )
 
     def end(self) -> None:
-        """Compare what the ranks have yielded with what they have said, at the end of all batches."""
+        """Compare the ranks' numbers of batches with their lengths, at the end of all batches."""
         if self._rebalances and self._steps == self._planned:
             return  # a rank trains on others' batches
         for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
@@ -311,7 +311,7 @@ class _Lengths:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the length of what may have none."""
+    """Return the length of an object, or `None` if it has none."""
     try:
         return len(sized)
     except TypeError:
@@ -319,7 +319,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def broadcast(value: Any, source: int, device: torch.device) -> Any:
-    """Return what rank `source` has, on all ranks; it is pickled."""
+    """Return the value on rank `source`, on all ranks; it is pickled."""
     values = [value]
     dist.broadcast_object_list(values, source, device=device)
     return values[0]

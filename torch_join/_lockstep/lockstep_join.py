@@ -25,7 +25,7 @@ from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.synced_norms import has_synced_norms
 from torch_join._shadow.zero_gradient import following_zero, own_first
 
-_GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those of them without gradients
+_GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those among them without gradients
 
 
 class LockstepJoin(Lockstep):
@@ -47,11 +47,11 @@ class LockstepJoin(Lockstep):
     def __init__(self, driver: StepDriver, model: ModelShadow, joinables: Sequence[Joinable] = ()) -> None:
         make = partial(LockstepModelParticipant, shadow=model)
         super().__init__(driver, make, joinables, unsynced_models([model.ddp]))
-        self._in_pieces = False  # the backward of this step, which this rank follows
-        self._has_gathered = False  # in this step, with gradients
-        self._shadow = self._model.shadow  # asked for often in a step
-        self._begin_sync: Callable[[Tensor], None] = lambda _: None  # amid a backward
-        self._enter_model: Callable[[], None] = lambda: None  # ends what the wrapper does before the model
+        self._in_pieces = False  # whether this rank follows this step's backward piece by piece
+        self._has_gathered = False  # with gradients, in this step
+        self._shadow = self._model.shadow  # used often in a step
+        self._begin_sync: Callable[[Tensor], None] = lambda _: None  # called in the middle of a backward
+        self._enter_model: Callable[[], None] = lambda: None  # ends the wrapper's part before the model
 
     @property
     def _forwards_alone(self) -> bool:
@@ -78,11 +78,11 @@ class LockstepJoin(Lockstep):
     def _around_step(self) -> Iterator[None]:
         with self._shadow.step(shadow=self.joined), self._giving_buffers():
             yield
-        # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward: so it must
-        # always hold the newest. (Between forward and backward this would disturb autograd.)
+        # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward, so it must
+        # always have the newest. (Between forward and backward this would disturb autograd.)
         has_news, self._model.has_news = self._model.has_news, False
         if (has_news or 0 not in self.active_ranks) and not self.keeps_buffers:
-            # Amid an accumulation an active rank keeps its own, as in DDP.
+            # In the middle of an accumulation, an active rank keeps its own, as in DDP.
             own = not self.joined and not self._shadow.ddp.require_forward_param_sync
             self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
         if not self._shadow.ddp.broadcast_buffers:
@@ -98,7 +98,7 @@ class LockstepJoin(Lockstep):
     @contextmanager
     def _active_step(self) -> Iterator[None]:
         with ExitStack() as plumbing, self.driver.step(self.active_ranks):
-            # Until the inner module runs, the collectives are DDP's own, which a shadow forward has too.
+            # Until the inner module runs, the collectives are DDP's own, which a shadow's forward has too.
             plumbing.enter_context(self.driver.tail_log.own_collectives())
             self._enter_model = plumbing.close
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
@@ -107,7 +107,7 @@ class LockstepJoin(Lockstep):
 
     @contextmanager
     def before_forward(self) -> Iterator[None]:
-        # DDP is about to broadcast rank 0's buffers, which may have no part in this step.
+        # DDP is about to broadcast the buffers of rank 0, which may have no batch in this step.
         ddp, inner = self._shadow.ddp, self._shadow.inner
         broadcasts = self.in_tail and ddp.require_forward_param_sync and _compat.broadcasts_buffers(ddp)
         before = {id(b): known(b) for b in inner.buffers() if not b.is_inference()} if broadcasts else {}
@@ -132,15 +132,15 @@ class LockstepJoin(Lockstep):
             self.driver.follow(self.active_ranks)
 
     def run_inside(self, run: Callable[[], Any]) -> Any:
-        """Run what computes an active rank's loss in the model's place in its wrapper's forward.
+        """Run code that computes an active rank's loss in the model's place in its wrapper's forward.
 
-        So whatever it does with others comes after what the wrapper does, as it does on joined ranks.
+        So its collectives come after those of the wrapper, as on joined ranks.
 
         Args:
-            run: Returns the loss. It may call the inner module as often as it likes.
+            run: Returns the loss. It may call the inner module any number of times.
 
         Returns:
-            What `run` returns.
+            The value that `run` returns.
         """
 
         def forward(_: Tensor) -> Any:
@@ -155,8 +155,8 @@ class LockstepJoin(Lockstep):
     def loss_step(self, run: Callable[..., Any] | None = None) -> Iterator[None]:
         """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
-        In place of `None` comes a scalar zero, as from `shadow_forward`, if the other ranks need this one in
-        backward. Then `no_loss` is true. A loss that does not lead to the model gets such a zero added to it.
+        `None` is replaced by a scalar zero, as from `shadow_forward`, if the other ranks need this one in backward.
+        Then `no_loss` is true. Such a zero is added to a loss that does not lead to the model.
 
         Args:
             run: See `ModelShadow.completing`.
@@ -187,7 +187,7 @@ class LockstepJoin(Lockstep):
                 " torch.zeros((), requires_grad=True)."
             )
         if output is not None and not (isinstance(loss, Tensor) and self._shadow.firing):
-            return output  # or all are frozen: no rank's backward comes to the model
+            return output  # or all are frozen: no rank's backward reaches the model
         if output is not None and self._shadow.is_reached_by(loss):
             return output
         if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
@@ -203,28 +203,28 @@ class LockstepJoin(Lockstep):
         zero = _with_gradient(self._shadow.no_loss_output())
         if output is None:
             return zero
-        # In its own backward it may run some of the model's, each of a part of the batch (GradCache). DDP must take
-        # these for accumulation: it is made ready after them, and not where the wrapper's forward ends.
+        # Its backward may run some of the model's backwards, each for a part of the batch (GradCache). DDP must take
+        # these for accumulation: it is prepared after them, and not at the end of the wrapper's forward.
         self._shadow.ddp.require_backward_grad_sync = False
         loss = own_first(loss, lambda: self._begin_sync(zero), zero)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        """Run the backward of a step, real or not; where no rank contributes to the gradients they are left cleared.
+        """Run the backward of a step, real or not; if no rank contributes to the gradients, they stay cleared.
 
-        A rank that has a batch and no loss goes through it as one without a batch, since the others need it there. If
-        nobody has a loss, and no gradient has been accumulated either, the average of nothing would be zero: a gradient
-        that momentum and weight decay act upon, where a single process has none. Ranks without a loss therefore count
-        themselves before their backward; those without a batch only where the lowest rank that has one has told them
-        that it has no loss. Nobody comes through its collectives before all have come to them, so after it the count is
-        complete. Ranks with a loss have nothing to do.
+        A rank with a batch but no loss goes through it like one without a batch, since the others need it there. If no
+        rank has a loss, nor any accumulated gradient, the average of nothing would be zero: a gradient that momentum
+        and weight decay act upon, while a single process has none. So ranks without a loss count themselves before
+        their backward; those without a batch only if the lowest active rank has reported that it has no loss. No rank
+        gets through the collectives before all have come to them, so the count is complete afterwards. Ranks with a
+        loss do nothing.
 
         Returns:
-            `False` if it is known that no rank has a loss. Without a sync nobody knows.
+            `False` if it is known that no rank has a loss; unknown without a sync.
         """
         has_loss = self._run_backward(backward)
         if self._syncs and self.in_tail and any(map(is_sharded, self._stepped)):
-            self._states.take(in_step=True)  # as a joined rank is about to step a part of all ranks' parameters
+            self._states.take(in_step=True)  # since a joined rank is about to step a part of all ranks' parameters
         return has_loss
 
     def _run_backward(self, backward: Callable[[], None]) -> bool:
@@ -236,7 +236,7 @@ class LockstepJoin(Lockstep):
             self._shadow.accumulated = not self._syncs
             return True
         parameters = self._shadow.parameters
-        # Where the lowest active rank has said that it has a loss, no joined one need ask whether somebody has.
+        # If the lowest active rank has reported a loss, no joined rank need ask.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
         count = f"lossless/{self.driver.synced_backwards}"
 
@@ -246,7 +246,7 @@ class LockstepJoin(Lockstep):
 
         if self.joined and self._in_pieces:
             say()
-            self._listening_to(backward)  # which follows
+            self._listening_to(backward)  # it follows
         elif not (self.joined or self.no_output):
             counts = self._run_own(backward, say) and counts
         else:
@@ -261,11 +261,11 @@ class LockstepJoin(Lockstep):
         return total % _GRADIENTS < everyone
 
     def _run_own(self, backward: Callable[[], None], say: Callable[[], None]) -> bool:
-        """Run the backward of a loss that does not lead to the model; return whether it has brought that nothing.
+        """Run the backward of a loss that does not lead to the model; return whether the model got no gradient from it.
 
         Args:
-            backward: Runs it, and then that of a zero, in which DDP averages what has come.
-            say: Called between the two, if nothing has.
+            backward: Runs it, and then that of a zero, in which DDP averages the gradients.
+            say: Called between the two, if there were none.
         """
         came, watch = False, Watch(self._shadow.parameters)
 
@@ -284,7 +284,7 @@ class LockstepJoin(Lockstep):
                 stack.enter_context(self._shadow.around_backward(in_pieces=False))
                 _compat.expect_gradients(self._shadow.ddp, zero)
 
-            stack.enter_context(setting(self, _begin_sync=begin_sync))  # else a circle would keep the group
+            stack.enter_context(setting(self, _begin_sync=begin_sync))  # else a cycle would keep the group
             stack.callback(watch.end)
             stack.enter_context(self.leaving_out())
             watch.begin(note)
@@ -292,7 +292,7 @@ class LockstepJoin(Lockstep):
         return not came
 
     def leaving_out(self) -> AbstractContextManager[None]:
-        """Put around the backward of a loss, whose batch may count 0."""
+        """Put around the backward of a loss whose batch may count 0."""
         return leaving_out(self._shadow.parameters) if self.counts_nothing else nullcontext()
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
@@ -319,7 +319,7 @@ class LockstepJoin(Lockstep):
                 _compat.check_reduced(self._shadow.ddp, self._watch)
 
     def _watch(self) -> Callable[[], None]:
-        """Return what raises, while this rank waits for its device, if another one has failed."""
+        """Return a function that raises, while this rank waits for its device, if another rank has failed."""
         check = self.channel.failure_check()
 
         def look() -> None:
@@ -340,7 +340,7 @@ class LockstepJoin(Lockstep):
             self._shadow.sync_buffers(0)
 
     def use(self, model: ModelShadow) -> None:
-        """Go on with another shadow: the model has been wrapped anew."""
+        """Use another shadow: the model has been wrapped anew."""
         self._shadow = model
         self._model.use(model)
 
@@ -349,5 +349,5 @@ class LockstepJoin(Lockstep):
 
 
 def _with_gradient(zero: Tensor) -> Tensor:
-    """Return a zero of which a backward can begin, also where all of a model's parameters are frozen."""
+    """Return a zero from which a backward can start, even if all of a model's parameters are frozen."""
     return zero if zero.requires_grad else torch.zeros_like(zero, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A DDP model in a loop that a framework runs: its forward and backward are shadowed, and need no announcement."""
+"""A DDP model in a loop that a framework runs: its forward and backward are shadowed without announcements."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,11 +18,11 @@ from torch_join._shadow.model_shadow import ModelShadow
 class LockstepModelParticipant(Participant):
     """A `DistributedDataParallel` model whose steps all ranks run.
 
-    That there is a forward, and a backward, each rank knows from the meeting before the step: no rank announces them.
+    Each rank knows of a forward, and a backward, from the meeting before the step, so they are not announced.
 
     Attributes:
-        shadow: What runs in place of the model's step.
-        has_news: Whether this step has brought buffers of another form, of which joined ranks have no contents.
+        shadow: Runs in place of the model's step.
+        has_news: Whether this step has brought buffers of another form, without contents on joined ranks.
         has_frozen: Whether this step has frozen or unfrozen parameters, on a joined rank.
     """
 
@@ -40,7 +40,7 @@ class LockstepModelParticipant(Participant):
         self.has_news = self.has_frozen = False
 
     def use(self, shadow: ModelShadow) -> None:
-        """Go on with another shadow."""
+        """Use another shadow."""
         self.shadow = shadow
         self._pieces = Pieces(self, shadow)
 
@@ -56,7 +56,7 @@ class LockstepModelParticipant(Participant):
     def telling_changes(self) -> Iterator[None]:
         """Put around an active rank's forward.
 
-        Joined ranks hear of what it does to buffers that DDP broadcasts, and of the parameters that it freezes.
+        It announces to joined ranks changes to buffers that DDP broadcasts, and the parameters that it freezes.
         """
         broadcasts, frozen = _compat.broadcasts_buffers(self.shadow.ddp), self.shadow.frozen
         if broadcasts:
@@ -69,7 +69,7 @@ class LockstepModelParticipant(Participant):
             self.announce("buffers", news)
 
     def give_buffers(self) -> None:
-        """Give all ranks those that the step has changed before its forward; each active rank calls this."""
+        """Give all ranks the buffers that the step has changed before its forward; each active rank calls this."""
         self.announce("given", self.shadow.news.since(self.shadow.inner))
         with self.tail_log.own_collectives():
             self.shadow.sync_buffers(self.members.leader)
@@ -100,7 +100,7 @@ class LockstepModelParticipant(Participant):
 
     @contextmanager
     def following_backward(self, output: Tensor) -> Iterator[None]:
-        """Put around what a joined rank answers in such a backward; `output` is what its forward has returned."""
+        """Put around a joined rank's answers in such a backward; `output` is the result of its forward."""
         self._pieces.open(lambda: torch.autograd.backward(output))
         with ExitStack() as stack:
             stack.callback(self._pieces.reset)

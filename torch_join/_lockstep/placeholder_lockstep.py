@@ -17,7 +17,7 @@ from torch_join._schedule.placeholders import WeighedLosses, make_placeholder
 
 
 class PlaceholderLockstep(Lockstep):
-    """A model of which every rank makes every call, with a batch or with a placeholder whose loss counts zero.
+    """A model for which every rank makes every call, with a batch or with a placeholder whose loss counts zero.
 
     Args:
         driver: See `Lockstep`.
@@ -26,10 +26,10 @@ class PlaceholderLockstep(Lockstep):
 
     Attributes:
         in_step: Whether this rank is in a step's forward.
-        scale: What an active rank's loss is multiplied with besides its weight, where the framework weights by itself.
+        scale: The factor of an active rank's loss besides its weight, if the framework itself weights.
 
     Raises:
-        UnsupportedError: The model is an engine of DeepSpeed's.
+        UnsupportedError: The model is a DeepSpeed engine.
     """
 
     runs_placeholders = True
@@ -44,7 +44,7 @@ class PlaceholderLockstep(Lockstep):
         self._number, self._batch = 0, None
 
     def use(self, model: nn.Module) -> None:
-        """Go on with another wrapper."""
+        """Use another wrapper."""
         self._module, self._losses = model, None
 
     def _begin_losses(self) -> WeighedLosses:
@@ -84,7 +84,7 @@ class PlaceholderLockstep(Lockstep):
             self.sync_buffers()  # rank 0 writes checkpoints
 
     def begin_step(self, batch: Any) -> Any:
-        """Go on to a step; return what this rank runs in it: this batch, or what takes the place of its last one."""
+        """Move to a step; return the batch that this rank runs in it: `batch`, or a placeholder made from it."""
         self._number += 1
         if self.joined:
             kind = self.driver.options.placeholder
@@ -99,7 +99,7 @@ class PlaceholderLockstep(Lockstep):
 
     @property
     def counts_nothing(self) -> bool:
-        return False  # its loss is weighted where its backward begins
+        return False  # its loss is weighted where its backward starts
 
     @property
     def loss_factor(self) -> float:

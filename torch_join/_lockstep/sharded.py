@@ -21,7 +21,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class LockstepShardedParticipant(Participant):
-    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
+    """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "options": list[Options]}
     optimizers: Sequence[Any] = ()
@@ -39,10 +39,10 @@ class LockstepShardedParticipant(Participant):
 
     @contextmanager
     def telling_changes(self) -> Iterator[None]:
-        """Put around an active rank's step: joined ranks hear of the hyperparameters that it sets.
+        """Put around an active rank's step: it announces the hyperparameters that it sets to joined ranks.
 
         Raises:
-            JoinError: It has changed shards, or what is kept of them, of which joined ranks own a part.
+            JoinError: It has changed shards, or their state, which joined ranks own in part.
         """
         options, states = hyperparameters(self.optimizers), [*map(state_of, self.optimizers)]
         self.contents.remember()
@@ -65,10 +65,10 @@ class LockstepShardedParticipant(Participant):
 
 
 class ShardedLockstepJoin(Lockstep):
-    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded, in a loop in lockstep.
+    """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded, in a loop in lockstep.
 
-    A joined rank gathers, reduces and reshards what the active ranks do, twice in a step: in place of the forward,
-    and inside of its loss's backward.
+    A joined rank gathers, reduces and reshards what the active ranks do, twice in a step: in place of the forward, and
+    inside its loss's backward.
 
     Args:
         driver: See `Lockstep`.
@@ -103,7 +103,7 @@ class ShardedLockstepJoin(Lockstep):
         return [number for place in self._model.following.places for number in place]
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
-        # By the order of its first iteration FSDP1 prefetches, and only the ranks that had a batch there know it.
+        # FSDP1 prefetches in the order of its first iteration, which only ranks that had a batch there know.
         newest = max((each or [] for each in known), key=lambda each: each[1::2])
         if newest != self._known():
             self._model.following.places = list(zip(newest[::2], newest[1::2], strict=True))

@@ -28,28 +28,28 @@ def _refuse(call: Call) -> None:
 
 
 class StepDriver(Driver):
-    """The driver of loops that a framework runs: what active ranks do together in a step, and how the others take part.
+    """The driver of loops that a framework runs: the active ranks' actions in a step, and how other ranks take part.
 
     In such a loop all ranks go through every step, and know who is active. So a joined rank serves one step at a time,
-    until the active ranks say that it is done.
+    until the active ranks report that it is done.
 
     Args:
         channel: The channel between all ranks of the job.
-        options: What the user has chosen.
+        options: The user's options.
         sizes: Returns a batch's number of samples.
 
     Attributes:
-        members: Who is active.
-        tail_log: Where participants announce what they do, and what has a joined rank mirror it.
+        members: Which ranks are active.
+        tail_log: Where participants announce their actions, and where joined ranks mirror them.
         has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
-        parting: What the front end of the lowest active rank tells that of joined ranks as its step is done: plain
-            values. A joined rank's takes them from here.
+        parting: Plain values that the lowest active rank's front end sends at the end of its step to the front ends of
+            joined ranks, which take them from here.
         framework: See `Remarks`.
         synced_backwards: The number of synced backwards so far, the same on all ranks.
-        rebalancing: What rebalances batches, if they are.
+        rebalancing: Rebalances batches, if that is enabled.
     """
 
-    # What participants ask of a driver: there is always a meeting before the step.
+    # For participants: there is always a meeting before the step.
     meets_at = MeetingPoint.TOP
     sees_steps = True
     tail_log: TailLog
@@ -76,19 +76,19 @@ class StepDriver(Driver):
             self.add(RayParticipant)
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
-        """Nothing to do: the ranks have met."""
+        """Do nothing: the ranks have met."""
         return True
 
-    # ------------------------------------------------------------ what the framework's loop calls
+    # ------------------------------------------------------------ called by the framework's loop
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        """The ranks that have a batch, inside a step of the tail; otherwise `None`."""
         members = self.members
         return members.active if members.role is not Role.EVEN and not self.tail_log.on_all else None
 
     def add(self, make: Callable[[Driver, int], P]) -> P:
-        """Add what takes part in steps besides collectives, and install it; `make` gets this object and an index."""
+        """Add a participant in steps, and install it; `make` is called with this object and an index."""
         participant = make(self, len(self.tail_log.participants))
         self.tail_log.participants.append(participant)
         participant.enter()
@@ -98,15 +98,15 @@ class StepDriver(Driver):
         """Remove all that was installed."""
         self.tail_log.close()
         self.rebalancing.abandon()
-        self.members.group = None  # a destroyed group must hang up on its peers at once
+        self.members.group = None  # so that a group that is destroyed closes its connections at once
 
     @contextmanager
     def step(self, active: tuple[int, ...], listens: bool = True) -> Iterator[None]:
-        """Put around what an active rank does in a step; joined ranks take part in what it does with others.
+        """Put around an active rank's part of a step; joined ranks take part in its communication.
 
         Args:
             active: The ranks that have a batch.
-            listens: Whether joined ranks take part in collectives too, or in what the parts announce only.
+            listens: Whether joined ranks take part in collectives too, or only in announcements by participants.
         """
         tail_log, members = self.tail_log, self.members
         tail_log.begin_step(active)
@@ -127,9 +127,9 @@ class StepDriver(Driver):
             tail_log.tap.remove()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Put around an active rank's backward, after a step in the tail: collectives raise in it, but DDP's and ours.
+        """Put around an active rank's backward, after a step in the tail: collectives raise, except DDP's and ours.
 
-        Joined ranks have no counterpart to them. Others, of hooks that run before or after it, all ranks issue alike.
+        Joined ranks have no counterpart for them. Collectives of hooks before or after it are the same on all ranks.
         """
         has_joined = self.members.has_joined
         return self.tail_log.listening(CollectiveTap(_refuse, lambda rank: in_backward() and has_joined(rank)))
@@ -143,7 +143,7 @@ class StepDriver(Driver):
             yield
 
     def follow(self, active: tuple[int, ...]) -> bool:
-        """Answer, on a joined rank, what the active ranks announce in a step, until they are done with it.
+        """Answer, on a joined rank, the active ranks' announcements in a step, until they are done with it.
 
         Returns:
             Whether their backward is such a step too.
@@ -156,6 +156,6 @@ class StepDriver(Driver):
         return backwards.in_pieces
 
     def leave_tail(self) -> None:
-        """All ranks have come to the end of what each evaluates, some before the others."""
+        """Note that all ranks have come to the end of an evaluation, some before others."""
         for each in self.tail_log.participants:
             each.leave_tail()

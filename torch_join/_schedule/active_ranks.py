@@ -1,8 +1,7 @@
 """Which ranks have a batch at which step of an epoch.
 
-A rank is active from the epoch's first step until its own end. Ranks announce their end one step
-ahead: whoever asks at step t knows who is active at t and at t + 1, so that the last step of the
-epoch is known when it begins.
+A rank is active from the epoch's first step until its own end. Ranks announce their end one step ahead: at step t, all
+know who is active at t and at t + 1, so that the last step of the epoch is known when it starts.
 """
 
 import threading
@@ -17,27 +16,27 @@ from torch_join._schedule.plan import Share
 
 
 class ExchangedActiveRanks:
-    """Which ranks have a batch, as they tell each other between steps.
+    """Which ranks have a batch, as they exchange it between steps.
 
     Args:
-        channel: Where they do.
+        channel: The channel for the exchange.
         throws: Whether to raise on all ranks when the first one runs out.
-        first_step: Where the epoch begins.
+        first_step: The epoch's first step.
 
     Attributes:
         step: The current step.
-        active_ranks: The ranks that have a batch at it; asked for many times in a step, so it is kept.
-        has_met: Whether this rank has heard what all ranks have said of the current step.
-        counted, total: What this rank's batch counts, where batches are counted, and all of the step once it has heard.
+        active_ranks: The ranks that have a batch at it; stored, since it is read many times in a step.
+        has_met: Whether this rank has received all ranks' messages about the current step.
+        counted, total: The count of this rank's batch, if batches are counted, and of all once they are received.
     """
 
     def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
         self._channel = channel
         self._throws = throws
         self.active_ranks: tuple[int, ...] = ()
-        self._ends: list[int | None] = [None] * channel.world_size  # `None` while a rank has not come to its end
+        self._ends: list[int | None] = [None] * channel.world_size  # `None` until a rank's end is known
         self.has_met, self._is_meeting = True, False
-        self._lock = threading.RLock()  # another thread may look whether the step is the last one
+        self._lock = threading.RLock()  # another thread may ask whether the step is the last one
         self._notices: dict[int, dict[str, Any]] = {}
         self.counted = self.total = 0.0
         self.step = first_step
@@ -72,10 +71,10 @@ class ExchangedActiveRanks:
         return ends[rank] == max(ends)
 
     def check_termination(self) -> None:
-        """Raise on every rank, if it is to throw, where some rank has a batch at the current step and another has none.
+        """Raise on every rank, if set to, when some rank has a batch at the current step and another has none.
 
         Raises:
-            EarlyTerminationError: So it is.
+            EarlyTerminationError: That is so.
         """
         if self._throws and self.in_tail:
             raise early_termination(self._channel.rank, self._channel.rank not in self.active_ranks)
@@ -86,7 +85,7 @@ class ExchangedActiveRanks:
         return 0 < len(self.active_ranks) < self._channel.world_size
 
     def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        """Go on to the next step, and say this rank's part; see `Lockstep.arrive`."""
+        """Move to the next step, and send this rank's message; see `Lockstep.arrive`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
         self.step += 1
@@ -97,7 +96,7 @@ class ExchangedActiveRanks:
         return waits
 
     def poll(self) -> None:
-        """Read what others have said so far, without waiting; see `Channel.poll`."""
+        """Read the messages received so far, without waiting; see `Channel.poll`."""
         with self._lock:
             if not self._is_meeting:
                 self._is_meeting = True
@@ -107,9 +106,9 @@ class ExchangedActiveRanks:
                     self._is_meeting = False
 
     def meet(self) -> dict[int, dict[str, Any]]:
-        """Hear what all ranks have said of the current step, unless this rank has; see `Lockstep.meet`."""
+        """Receive all ranks' messages about the current step, unless received already; see `Lockstep.meet`."""
         with self._lock:
-            # Not in the handler of a signal that comes while this very thread waits, or reads: what is known counts.
+            # Not in a signal handler that interrupts this very thread while it waits or reads: it uses what is known.
             if not (self.has_met or self._is_meeting):
                 self._is_meeting = True
                 try:
@@ -119,7 +118,7 @@ class ExchangedActiveRanks:
         return self._notices
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
-        """Go on without ranks that leave the epoch at the current step; then batches count this, here and in all."""
+        """Continue without ranks that leave the epoch at the current step; set the counts of this and all batches."""
         self.announce(dict.fromkeys(ranks, self.step))
         self.counted, self.total = count, total
 
@@ -132,14 +131,14 @@ class ExchangedActiveRanks:
 
 @dataclass(frozen=True)
 class ReadStep:
-    """Which ranks have a batch at a step, in a loop that reads several steps ahead: as its reader has found.
+    """Which ranks have a batch at a step, as found by the reader of a loop that reads several steps ahead.
 
     Attributes:
         active_ranks: These ranks.
         is_last_step: Whether it is the last in which any rank has a batch.
-        counted: What this rank's batch counts, where batches are counted.
-        total: What all ranks' batches count together.
-        taken: How many of this rank's own batches somebody has trained on when it is over.
+        counted: The count of this rank's batch, if batches are counted.
+        total: The sum of all ranks' counts.
+        taken: How many of this rank's own batches are trained on, by any rank, when the step is over.
     """
 
     active_ranks: tuple[int, ...]
@@ -154,7 +153,7 @@ class ReadStep:
 
 
 def early_termination(rank: int, joined: bool) -> EarlyTerminationError:
-    """Return the error of a rank that throws where the first one joins; in the words of torch's own `Join`."""
+    """Return the error of a rank that throws when the first one joins, with the texts of torch's own `Join`."""
     if joined:
         return EarlyTerminationError(f"Rank {rank} exhausted all inputs.")
     return EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

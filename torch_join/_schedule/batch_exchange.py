@@ -1,12 +1,12 @@
-"""Batches on their way from rank to rank, over a gloo group of their own, beside whatever the step does.
+"""Sends batches from rank to rank, over a separate gloo group, in parallel to the step.
 
-The group's own threads move the bytes. The giver sends from the memory that the batch is in. Two threads wait: one
-receives, since what comes is known only when its head has come, and one waits until what was sent has been received.
-So whoever waits for them looks at failures meanwhile, and the channel's timeout is the one that counts.
+The group's own threads move the bytes. The giver sends from the batch's own memory. Two threads wait: one receives,
+since the contents of a message are known only from its head, and one waits until sent data has been received. So a rank
+that waits for them can check for failures meanwhile, and the channel's timeout applies.
 
-Contract of gloo (torch 2.13): messages of one tag from one rank come in order; a message that was sent is kept by the
-work object that `send` returns, and lost with it; a wait cannot be called off, and ends with an error when the other
-process does, but not in the middle of a message; one that times out breaks all connections of the group.
+Contract of gloo (torch 2.13): messages of one tag from one rank arrive in order; the work object that `send` returns
+holds the message, which is lost with it; a wait cannot be cancelled, and ends with an error when the other process
+ends, but not in the middle of a message; a wait that times out breaks all connections of the group.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from torch_join._schedule.packing import Skeleton, pack, unpack
 T = TypeVar("T")
 
 _HEAD, _SKELETON, _SMALL, _LARGE = range(4)  # tags
-_LARGE_BYTES = 2**15  # contents of this size travel on their own, from where they are
+_LARGE_BYTES = 2**15  # contents of this size are sent separately, from their own memory
 _THREAD = "torch_join exchange"
 _CANNOT = (
     "Rebalancing moves batches over a gloo process group, which cannot be made: {}. If the name of a host resolves to a"
@@ -47,11 +47,11 @@ _CANNOT = (
 )
 _FOREVER = timedelta(days=30)
 _LEFT_SECONDS = 60.0
-_STOP = -1  # in place of a skeleton's size: nothing comes any more
+_STOP = -1  # in place of a skeleton's size: no more batches come
 _POLL_SECONDS = 0.05
 
 
-_Group: TypeAlias = Any  # a `ProcessGroupGloo`, of which torch's stubs leave `send` and `recv` out
+_Group: TypeAlias = Any  # a `ProcessGroupGloo`, whose `send` and `recv` torch's stubs lack
 Coming: TypeAlias = "Future[tuple[Skeleton, list[Tensor]]]"
 
 
@@ -63,12 +63,12 @@ class _Sent(NamedTuple):
 
 
 class Exchange:
-    """Gives batches to other ranks, and takes theirs.
+    """Gives batches to other ranks, and receives theirs.
 
     Args:
         group: The ranks' process group; all of them make an exchange at the same time.
-        channel: What tells of failures.
-        names: By rank, what it calls its connections, see `connections_of`: they are made if these are not the same.
+        channel: Reports failures.
+        names: By rank, its name for its connections, see `connections_of`: if these differ, new ones are made.
 
     Attributes:
         nbytes: The bytes of contents that this rank has given away.
@@ -82,11 +82,11 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None, channel: Channel, names: Sequence[str]) -> None:
         self._of = group or cast(dist.ProcessGroup, dist.group.WORLD)
         self._channel = channel
-        # While this one has them, another exchange makes connections of its own.
+        # Until this one returns them, another exchange makes its own connections.
         self._name, self._group = _made.pop(self._of, ("", None))
         self.is_new = len({*names}) > 1 or self._group is None
         if self.is_new:
-            self._name = hashlib.sha256(" ".join(names).encode()).hexdigest()  # another one each time: no key is stale
+            self._name = hashlib.sha256(" ".join(names).encode()).hexdigest()  # new each time, so that no key is stale
             self._group = _connect(self._of, self._name, channel)
         self.nbytes = 0
         self._sent: deque[_Sent] = deque()
@@ -99,12 +99,12 @@ class Exchange:
             thread.start()
 
     def tidy(self) -> None:
-        """Delete what making the connections has left in the job's store."""
+        """Delete the keys that making the connections has left in the job's store."""
         with suppress(RuntimeError):
             _store(self._of, self._name).delete_key(f"0/{self._group.rank()}")
 
     def give(self, batch: Any, receiver: int, step: int) -> None:
-        """Send a batch, which nobody may use any more, for a step; waits for nobody.
+        """Send a batch, which must not be used any more, for a step; does not wait.
 
         Raises:
             JoinTypeError: It cannot be described.
@@ -127,7 +127,7 @@ class Exchange:
         self.nbytes += sum(map(len, contents))
 
     def wait_until_received(self, step: int) -> None:
-        """Wait until what was given for the steps before this one has been received: a loader may refill its memory.
+        """Wait until all batches given for earlier steps have been received: a loader may refill their memory.
 
         Raises:
             PeerFailedError: A rank has failed.
@@ -137,17 +137,17 @@ class Exchange:
             self._sent.popleft()
 
     def expect(self, sender: int) -> Coming:
-        """Receive a batch that another rank gives, while this one goes on."""
+        """Receive a batch that another rank gives, in the background."""
         coming: Coming = Future()
         self._wanted.put((sender, coming))
         return coming
 
     def flush(self) -> None:
-        """Wait until whatever was given has been received."""
+        """Wait until all given batches have been received."""
         self.wait_until_received(sys.maxsize)
 
     def close(self) -> None:
-        """End, when all that was given has been received."""
+        """End, when all given batches have been received."""
         self.flush()
         self._wanted.put(None)
         self._under_way.put(None)
@@ -156,7 +156,7 @@ class Exchange:
         _made[self._of] = self._name, self._group
 
     def abandon(self) -> None:
-        """End after an error, and wait for nobody: whoever still waits for a batch of this rank's gets none."""
+        """End after an error, without waiting: ranks that wait for a batch from this one get an error."""
         self._wanted.put(None)
         self._under_way.put(None)
         stop, now = torch.tensor([_STOP]), time.monotonic()
@@ -168,15 +168,15 @@ class Exchange:
                     _left.append((now, self._group.send([stop], rank, _HEAD), stop))
 
 
-# By process group, the one over which its ranks exchange batches, and its name: made once.
+# By process group, the group over which its ranks exchange batches, and its name: made once.
 _made: WeakKeyDictionary[dist.ProcessGroup, tuple[str, _Group]] = WeakKeyDictionary()
-_works: set[str] = set()  # with which interfaces this process has found that gloo can be used
-# What ends others' waits, and is not received by whoever does not wait, is kept for a while.
+_works: set[str] = set()  # interfaces with which gloo has been found to work in this process
+# Messages that end other ranks' waits are kept for a while: ranks that do not wait never receive them.
 _left: deque[tuple[float, Any, Tensor]] = deque()
 
 
 def connections_of(group: dist.ProcessGroup | None) -> str:
-    """Return what this rank calls the connections that no exchange has, or a new name if there are none."""
+    """Return this rank's name for the connections that no exchange uses, or a new name if there are none."""
     return _made.get(group or cast(dist.ProcessGroup, dist.group.WORLD), (uuid.uuid4().hex,))[0]
 
 
@@ -185,19 +185,19 @@ def _store(group: dist.ProcessGroup, name: str) -> dist.Store:
 
 
 def _connect(group: dist.ProcessGroup, name: str, channel: Channel) -> _Group:
-    """Make a group that torch does not count: the names of those that it does may differ by rank, or come twice."""
+    """Make a group outside torch's registry, whose group names may differ between ranks or repeat."""
     store, rank, world_size = _store(group, name), dist.get_rank(group), dist.get_world_size(group)
-    try:  # it waits for all ranks, whatever happens to them
+    try:  # it waits for all ranks, without noticing failures
         return run_polling(lambda: dist.ProcessGroupGloo(store, rank, world_size, _FOREVER), channel.failure_check())
     except JoinError:
         raise
     except RuntimeError as error:
-        channel.failure_check()()  # if another rank has told why, this raises
+        channel.failure_check()()  # raises if another rank has reported the cause
         raise JoinError(_CANNOT.format(error)) from error
 
 
 def find_problem() -> str:
-    """Return why gloo cannot be used in this process, if so."""
+    """Return why gloo cannot be used in this process, or an empty string."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces in _works:
         return ""
@@ -213,11 +213,11 @@ def find_problem() -> str:
 
 
 def awaited(future: "Future[T]", channel: Channel) -> T:
-    """Wait for what another thread does, and return it.
+    """Wait for another thread's result, and return it.
 
     Args:
-        future: What it will have done.
-        channel: What tells of failures meanwhile.
+        future: The result.
+        channel: Reports failures meanwhile.
 
     Raises:
         PeerFailedError: Another rank has failed.
@@ -227,12 +227,12 @@ def awaited(future: "Future[T]", channel: Channel) -> T:
     while not wait([future], _POLL_SECONDS).done:
         look()
     if future.exception() is not None:
-        channel.failure_check()()  # if another rank has told why, this raises
+        channel.failure_check()()  # raises if another rank has reported the cause
     return future.result()
 
 
 def arrived(coming: Coming, channel: Channel) -> Any:
-    """Wait for a batch that comes, and put it together; see `awaited`."""
+    """Wait for an expected batch, and unpack it; see `awaited`."""
     return unpack(*awaited(coming, channel))
 
 
@@ -244,11 +244,11 @@ def _wait_for_sent(under_way: "queue.SimpleQueue[_Sent | None]") -> None:
             sent.received.set_result(None)
         except BaseException as error:
             sent.received.set_exception(error)
-        del sent  # else what was sent would live until the next is
+        del sent  # else its batch would live until the next one is sent
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Who is to give a batch has raised."""
+    """The rank that should give a batch has raised."""
 
 
 def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None]", names: Sequence[int]) -> None:
@@ -266,7 +266,7 @@ def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None
             coming.set_exception(PeerFailedError(why))
         except BaseException as error:
             coming.set_exception(error)
-        del want, coming  # else what has come would live until the next one does
+        del want, coming  # else its batch would live until the next one comes
 
 
 def _receive_batch(group: _Group, sender: int, skeletons: dict[int, Skeleton]) -> tuple[Skeleton, list[Tensor]]:

@@ -1,8 +1,8 @@
-"""An epoch that other ranks have begun: what they have left of it is dealt out anew, to the ranks of this job.
+"""Deals the rest of an epoch, which other ranks have started, out anew to the ranks of this job.
 
-A place in such an epoch is a list of deals, one for each job that it has seen: how many ranks there were, and how many
-batches of which size each of them had trained on, whoever trained them. What was left of a deal is, in the order in
-which it would have come, what the next one has dealt out: index i of it to rank `i % world`.
+A place in such an epoch is a list of deals, one for each of its jobs: its number of ranks, and how many batches of
+which size each rank's share had been trained on, by any rank. The rest of a deal, in its original order, is what the
+next deal distributes: index i of it to rank `i % world`.
 """
 
 import random
@@ -20,23 +20,23 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._schedule.drawing import drawn_as, draws_order, own_drawing
 
-# By job: its number of ranks (`world`), how many batches each has `taken`, and how many indices one has (`batch`).
+# By job: its number of ranks (`world`), how many batches each has `taken`, and the number of indices in one (`batch`).
 Deal = dict[str, Any]
-# Classes of these modules deal out index i of an order that all ranks share to rank `i % num_replicas`.
+# Classes of these modules deal index i of an order that all ranks share out to rank `i % num_replicas`.
 _IN_TURN = ("torch.utils.data.distributed", "torch_join._base.sampler", "lightning.", "pytorch_lightning.")
 _log = getLogger("torch_join")
 _INSTEAD = "Resume with as many ranks as have written it, or from a state of an epoch's end."
 
 
 class Dealer:
-    """What deals out one order of indices, or of whole batches, to all ranks.
+    """Deals one order of indices, or of whole batches, out to all ranks.
 
     Args:
-        sampler: It says its `rank` and `num_replicas`.
-        batches: What makes batches of its indices; `None` where these are batches, or samples of their own.
+        sampler: A sampler with `rank` and `num_replicas`.
+        batches: The batch sampler for its indices; `None` if these are batches, or single samples.
 
     Attributes:
-        batch: How many of its indices a batch has.
+        batch: The number of its indices in a batch.
     """
 
     def __init__(self, sampler: Any, batches: BatchSampler | None = None) -> None:
@@ -45,12 +45,12 @@ class Dealer:
         self.rank, self.world = int(sampler.rank), int(sampler.num_replicas)
 
     def of(self, indices: Sequence[Any]) -> Any:
-        """Return what yields these, in the place of what a loader has."""
+        """Return a sampler of these indices, in place of the loader's."""
         own = self._batches
         return indices if own is None else BatchSampler(indices, own.batch_size, own.drop_last)
 
     def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """Return all that there is to so many ranks, in the order in which it comes: what, whose, and at which place.
+        """Return all items that this many ranks get, in order: the items, their ranks, and their places there.
 
         Args:
             world: The number of ranks.
@@ -96,7 +96,7 @@ class Dealer:
 
 
 def in_turn(order: Sequence[Any], world: int) -> tuple[Sequence[Any], Tensor, Tensor]:
-    """Return an order as `Dealer.order` does, if each of so many ranks gets one after the other."""
+    """Return an order as `Dealer.order` does, if this many ranks take turns."""
     numbers = torch.arange(len(order))
     return order, numbers % world, numbers // world
 
@@ -111,7 +111,7 @@ def _deals_in_turn(kind: type) -> bool:
 
 
 def dealer_of(loader: Any) -> Dealer | None:
-    """Return what deals out the samples of a loader to all ranks; `None` where nothing that can be asked does."""
+    """Return the dealer of a loader's samples to all ranks; `None` if there is none that can be asked."""
     if not isinstance(loader, DataLoader):
         return None
     own: Any = type(loader)
@@ -136,12 +136,12 @@ def left_of(
     """Return the indices, or batches, that are left of an epoch for this rank.
 
     Args:
-        loader: All that the order is drawn from.
-        dealer: What deals it out now.
-        deals: Those of the jobs before.
-        begun: What the order was drawn from: see `drawing`.
+        loader: The loader, with all sources of the order.
+        dealer: The current dealer.
+        deals: The deals of the earlier jobs.
+        begun: The states from which the order was drawn: see `drawing`.
         world: The number of ranks.
-        is_new: Whether that is another one than before, as the log is to say.
+        is_new: Whether that number has changed, which the log is to report.
 
     Raises:
         JoinValueError: The loader's sampler deals out to another number of ranks.
@@ -159,7 +159,7 @@ def left_of(
             f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
             f" it for {world}."
         )
-    # A generator of a sampler that is told the epoch is seeded by that.
+    # A sampler's generator with a `set_epoch` is seeded by the epoch.
     told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
     then, now = (
         {part for part in own if draws_order(part)} - told for own in (begun["own"], own_drawing(loader)["own"])
@@ -176,7 +176,7 @@ def left_of(
     def drawn() -> Iterator[None]:
         with drawn_as(loader, begun):
             before = torch.get_rng_state(), random.getstate()
-            if loader.generator is not None and not begun["reuses"]:  # of which an iterator draws before its sampler
+            if loader.generator is not None and not begun["reuses"]:  # an iterator draws from it before its sampler
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             yield
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
@@ -208,7 +208,7 @@ def left_of(
 
 
 def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
-    """Return a loader of what is left of an epoch for this rank; see `left_of`."""
+    """Return a loader of the rest of an epoch for this rank; see `left_of`."""
     dealer = dealer_of(loader)
     left = left_of(loader, dealer, deals, begun, world, is_new)
     assert dealer is not None

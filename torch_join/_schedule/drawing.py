@@ -1,6 +1,6 @@
-"""What the order of a loop over a loader is drawn from: kept as the loop begins, saved, and set again.
+"""The random states from which a loop draws a loader's order: noted at the loop's start, saved, and restored.
 
-That is torch's, numpy's and Python's generator, and whatever the loader holds: generators, and what has an epoch.
+These are torch's, numpy's and Python's generators, and the loader's own generators and objects with an epoch.
 """
 
 import random
@@ -17,17 +17,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._schedule.stateful import SideBySide, has_place, is_stateful, sampler_of
 
-_DEPTH = 3  # of objects in objects
+_DEPTH = 3  # levels of nested objects
 _MOST = 64  # objects in a container
-_SAMPLERS = frozenset(("batch_sampler", "sampler", "_sampler"))  # what attributes of that are called
+_SAMPLERS = frozenset(("batch_sampler", "sampler", "_sampler"))  # names of attributes that are samplers
 _OF_SAMPLERS = ("loader.batch_sampler.", "loader.sampler.")
 _SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
-_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # that hold no order
+_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # they hold no order
 
 
 def drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of all that an order may be drawn from; numpy's as it gives it."""
+    """Return the states of all sources of an order; numpy's in its own form."""
     return {**_global(), **own_drawing(loader), "reuses": reuses_workers(loader)}
 
 
@@ -38,11 +38,11 @@ def _global() -> dict[str, Any]:
 
 
 def own_drawing(loader: Any, parts: Sequence[tuple[str, Any]] | None = None) -> dict[str, Any]:
-    """Return the states of the loader's own generators, and the epochs that its samplers are told.
+    """Return the states of the loader's own generators, and the epochs set on its samplers.
 
     Args:
         loader: The loader.
-        parts: What `parts_of` has returned, if it has.
+        parts: The result of `parts_of`, if known.
     """
     own, told = {}, {}
     for name, thing in parts_of(loader) if parts is None else parts:
@@ -54,13 +54,13 @@ def own_drawing(loader: Any, parts: Sequence[tuple[str, Any]] | None = None) -> 
 
 
 def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
-    """Return the samplers, and whatever else has an epoch, and which one that was as a loop began."""
+    """Return the samplers, and other objects with an epoch, with their epochs at the start of a loop."""
     return [(thing, begun["told"][name]) for name, thing in parts_of(loader) if name in begun["told"]]
 
 
 @contextmanager
 def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
-    """Set within, for all that an order may be drawn from, what was returned by `drawing`."""
+    """Inside, set all sources of an order to the states that `drawing` returned."""
     with global_kept():
         for thing, epoch in told_epochs(loader, begun):
             if has_epoch(thing):
@@ -70,7 +70,7 @@ def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
 
 
 def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
-    """Return the names of generators from which an order may be drawn yet: they are as `begun` says."""
+    """Return the names of generators from which an order may still be drawn: their states equal those in `begun`."""
     own = saved_drawing(own_drawing(loader))["own"]
     return {
         name
@@ -80,10 +80,10 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether a loader that is given its state back continues where it was.
+    """Whether a loader that gets its state back continues at the same place.
 
-    torchdata's does not where a sampler without a state draws the order: it asks that for the order more than once, and
-    gets another one each time. Where it reads by indices these are skipped, as in an ordinary `DataLoader`.
+    torchdata's does not if a sampler without a state draws the order: it asks the sampler for the order more than once,
+    and gets a new one each time. If it reads by indices, these are skipped, as in an ordinary `DataLoader`.
     """
     if not has_place(loader) or not hasattr(loader, "next_iter_state") or isinstance(loader.dataset, IterableDataset):
         return has_place(loader)
@@ -95,13 +95,13 @@ def keeps_place(loader: Any) -> bool:
 
 
 def draws_globally(loader: Any) -> bool:
-    """Whether a loader's sampler draws from torch's default generator, as torch's samplers do that are given none."""
+    """Whether a loader's sampler draws from torch's default generator, as torch's samplers do without their own."""
     sampler = sampler_of(loader)
     return getattr(sampler, "generator", sampler) is None
 
 
 def draws_order(part: str) -> bool:
-    """Whether something that a loader holds may draw its order, and not what each rank makes of its samples."""
+    """Whether a part of a loader may draw its order, rather than each rank's changes to its samples."""
     return re.match(r"loader(\.\d+)?\.dataset", part) is None
 
 
@@ -116,14 +116,14 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def set_drawing(loader: Any, states: dict[str, Any]) -> None:
-    """Set all that an order may be drawn from, but epochs that others tell, to what was returned by `drawing`."""
+    """Set all sources of an order, except epochs set by others, to the states that `drawing` returned."""
     set_own(loader, states)
     set_global(states)
 
 
 @contextmanager
 def global_kept() -> Iterator[None]:
-    """Set torch's, numpy's and Python's generator back to what they were, whatever is drawn from them within."""
+    """Afterwards, restore torch's, numpy's and Python's generators."""
     before = _global()
     try:
         yield
@@ -132,7 +132,7 @@ def global_kept() -> Iterator[None]:
 
 
 def set_global(states: dict[str, Any]) -> None:
-    """Set torch's, numpy's and Python's generator to what was returned by `drawing`."""
+    """Set torch's, numpy's and Python's generators to the states that `drawing` returned."""
     torch.set_rng_state(states["torch"].cpu())
     random.setstate(_as_given(states["python"]))
     if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
@@ -144,11 +144,11 @@ def set_own(loader: Any, states: dict[str, Any]) -> None:
         if name in states["own"]:
             _set_state(thing, states["own"][name])
         elif name in states["told"] and not has_epoch(thing):
-            thing.epoch = states["told"][name]  # which it counts itself
+            thing.epoch = states["told"][name]  # it counts its epochs itself
 
 
 def reuses_workers(loader: Any, now: bool = True) -> bool:
-    """Whether a loader's next epoch is read by the workers of the one before, `now` or where these were of this job."""
+    """Whether workers of the epoch before read a loader's next epoch: `now`, or if these had been this job's."""
     if isinstance(loader, SideBySide):
         return any(reuses_workers(each, now) for each in loader.loaders)
     stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
@@ -156,7 +156,7 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
 
 
 def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return what was drawn from in types that a checkpoint may have: tensors, of integers of 64 bits, for arrays."""
+    """Return the states in types that a checkpoint may have: for arrays, tensors of 64-bit integers."""
 
     def save(state: Any) -> Any:
         if isinstance(state, dict):
@@ -169,22 +169,22 @@ def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_given(state: Any) -> Any:
-    """Return a generator's state as it takes it: what was an array may be numbers in a tuple."""
+    """Return a generator's state in the form that it takes: an array may have become a tuple of numbers."""
     if isinstance(state, dict):
         return {name: _as_given(part) for name, part in state.items()}
     if isinstance(state, (list, tuple)):
         return tuple(map(_as_given, state))
-    # What was of 64 bits without a sign may be negative.
+    # Unsigned 64-bit numbers may have become negative.
     return tuple(number % 2**64 for number in state.tolist()) if isinstance(state, Tensor) else state
 
 
 def parts_of(loader: Any) -> list[tuple[str, Any]]:
-    """Return the generators, and what has an epoch, among what a loader holds, by name."""
+    """Return the generators, and the objects with an epoch, in a loader, by name."""
     return walk(loader)[0]
 
 
 def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return, by name, what `parts_of` does, and all else that a loader holds."""
+    """Return, by name, the result of `parts_of`, and all other parts of a loader."""
     found: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
     level, seen = [("loader", loader)], {id(loader)}
@@ -203,13 +203,13 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
                 if kind in _SIMPLE or id(part) in seen:
                     continue
                 seen.add(id(part))
-                if kind in _CONTAINERS:  # the stages of a pipeline, say
+                if kind in _CONTAINERS:  # the stages of a pipeline, for example
                     within = part.items() if kind is dict else enumerate(part)
                     parts += [(f"{key}.{place}", one) for place, one in within] if len(part) <= _MOST else []
                 elif _state_of(part) is not None:
                     found.append((f"{name}.{key}", part))
                 elif not isinstance(part, _OTHERS):
-                    # However samplers are wrapped, they are no deeper: frameworks put theirs around a user's.
+                    # However deeply wrapped, samplers stay at this level: frameworks put theirs around a user's.
                     (level if key in _SAMPLERS else deeper).append((f"{name}.{key}", part))
         others += level
         level = deeper
@@ -217,12 +217,12 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
 
 
 def has_epoch(thing: Any) -> bool:
-    """Whether something, such as a sampler, is told which epoch it is."""
+    """Whether an object, such as a sampler, has a `set_epoch`."""
     return callable(getattr(type(thing), "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
 
 
 def _state_of(thing: Any) -> Any:
-    """Return the state of a generator; `None` of anything else."""
+    """Return the state of a generator; `None` for anything else."""
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, random.Random):

@@ -1,9 +1,9 @@
-"""A batch as bytes: any nest of what can be pickled, whose tensors and arrays travel from their own memory.
+"""Batches as bytes: any nested structure that can be pickled; tensors and arrays are sent from their own memory.
 
-Whoever is in the process group is trusted, as torch trusts it: its object collectives unpickle, too.
+The processes of the group are trusted, as torch trusts them: its object collectives unpickle, too.
 
-Contract, of pickle's protocol 5: `persistent_id` is asked for every object, and `persistent_load` for those that have
-one; the buffers that `buffer_callback` has taken are asked for in the same order.
+Contract, of pickle's protocol 5: `persistent_id` is called for every object, and `persistent_load` for those that have
+one; the buffers that `buffer_callback` has taken are requested in the same order.
 """
 
 import io
@@ -29,8 +29,8 @@ class Skeleton(NamedTuple):
     """A batch without contents.
 
     Attributes:
-        sizes: How many bytes each of the contents has.
-        arrays: Which of them are no tensors'.
+        sizes: The size of each content in bytes.
+        arrays: The contents that do not belong to tensors.
         pickled: The rest.
     """
 
@@ -40,11 +40,11 @@ class Skeleton(NamedTuple):
 
 
 def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
-    """Take a batch apart.
+    """Split a batch into skeleton and contents.
 
     Returns:
-        Its skeleton, pickled: the same bytes for like batches. And its contents, as bytes in one dimension, which are
-        the batch's own memory where they lie in it as they travel.
+        Its pickled skeleton: equal bytes for batches of equal form. And its contents, as one-dimensional bytes: the
+            batch's own memory where its layout allows.
 
     Raises:
         JoinTypeError: It cannot be described.
@@ -60,11 +60,11 @@ def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(skeleton: Skeleton, contents: Sequence[Tensor]) -> Any:
-    """Put a batch together, on this rank's current device where it was on an accelerator.
+    """Put a batch together; parts from an accelerator go to this rank's current device.
 
     Args:
-        skeleton: What there is besides the contents.
-        contents: In one dimension, as bytes; each has a storage of its own, which becomes the batch's.
+        skeleton: The batch without contents.
+        contents: One-dimensional bytes; each has its own storage, which becomes the batch's.
     """
     return _Unpickler(skeleton, contents).load()
 
@@ -74,14 +74,14 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=self._take)
         self.contents: list[Tensor] = []
         self.arrays: list[int] = []
-        self._known: dict[int, tuple[Tensor, _Described]] = {}  # held, so that no other one gets its `id`
+        self._known: dict[int, tuple[Tensor, _Described]] = {}  # keeps the tensors, so that no `id` is reused
 
     def persistent_id(self, value: Any) -> _Described | None:
         if not isinstance(value, Tensor):
             return None
         if value.is_nested or value.grad_fn is not None:
             raise JoinTypeError(f"it has {'a nested tensor' if value.is_nested else 'a tensor with a graph'}")
-        # Of a subclass, of one with attributes, or where autograd takes part, there is more to tell: as pickle does.
+        # A subclass, attributes or autograd carry more information, which pickle's own way keeps.
         if type(value) is not Tensor or value.requires_grad or vars(value) or flaw(value) is not None:
             if value.device.type != "cpu":
                 raise JoinTypeError(f"it has a {type(value).__name__} on {value.device}, which another rank has not")
@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.UntypedStorage):
             return NotImplemented
-        # As a tensor of its bytes: what pickle makes of it cannot be read again.
+        # As a tensor of its bytes: pickle's own form of it cannot be read again.
         return methodcaller("untyped_storage"), (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
@@ -125,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 def _make(spec: TensorSpec, content: Tensor) -> Tensor:
     storage = content.untyped_storage()
     if not spec.expanded:
-        # No view of the bytes: views of one tensor share its version counter.
+        # Not a view of the bytes: views of one tensor share its version counter.
         return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, spec.stride).to(spec.device)
     tensor = spec.create()
     travelled = torch.empty(0, dtype=spec.dtype).set_(storage)

@@ -1,9 +1,9 @@
-"""Steps that a finished rank runs itself, on a placeholder: what takes a batch's place, and what its loss counts.
+"""Steps that a finished rank runs itself, on a placeholder: the batch in its place, and the weight of its loss.
 
 A model that lives on several ranks (experts, sharded embeddings, pipelines) needs all of them in each step: a finished
-rank holds parameters that the others' samples run through. So nothing is mirrored. Every rank makes every call, and
-the loss of a placeholder counts zero where its backward begins. Not where gradients reach the parameters: those of an
-expert on a finished rank are of the others' tokens.
+rank holds parameters that process the others' samples. So nothing is mirrored. Every rank makes every call, and a
+placeholder's loss is weighted zero where its backward starts. Not where gradients reach the parameters: those of an
+expert on a finished rank come from other ranks' tokens.
 """
 
 import copy
@@ -29,18 +29,18 @@ from torch_join._compat.pipelining import split_backwards
 from torch_join._schedule.active_ranks import ReadStep
 
 _Name = Literal["last", "rows"]
-Placeholder: TypeAlias = _Name | Callable[[Any], Any]  # gets the rank's last batch
+Placeholder: TypeAlias = _Name | Callable[[Any], Any]  # called with the rank's last batch
 
 
 _PLAIN = (str, bytes, int, float, type(None))
 
 
 def check_placeholder(placeholder: Any) -> None:
-    """Raise if `placeholder` is none.
+    """Raise if `placeholder` is not valid.
 
     Raises:
-        JoinTypeError: It is no text and no function.
-        JoinValueError: It is another text.
+        JoinTypeError: It is neither a string nor a function.
+        JoinValueError: It is an unknown string.
     """
     names = " or ".join(map(repr, get_args(_Name)))
     if isinstance(placeholder, str) and placeholder not in get_args(_Name):
@@ -61,7 +61,7 @@ def without_rows(batch: Any, other: Callable[[Any], Any] = _refuse_rows) -> Any:
 
     Args:
         batch: Tensors, lists of one object per sample, numbers and texts, in tuples, lists and mappings.
-        other: Gets each object of another type, and returns what takes its place. The default raises.
+        other: Called with each object of another type; returns its replacement. The default raises.
 
     Raises:
         JoinTypeError: See `other`.
@@ -85,32 +85,32 @@ def without_rows(batch: Any, other: Callable[[Any], Any] = _refuse_rows) -> Any:
 
 
 def make_placeholder(kind: Placeholder, last: Any) -> Any:
-    """Return what takes the place of a batch, on a rank whose last one was this."""
+    """Return the placeholder for a batch on a rank, given its last batch."""
     if callable(kind):
         return kind(last)
     return last if kind == "last" else without_rows(last)
 
 
 class WeighedLosses:
-    """Weighs losses where their backwards begin, in loops in which finished ranks run placeholders.
+    """Weighs losses where their backwards start, in loops in which finished ranks run placeholders.
 
     Args:
         weighting: How the gradients of the active ranks are combined.
         rank: This rank.
         world_size: The number of ranks.
-        models: What is of the data and not of the gradient is kept from placeholders in these.
-        optimizers: Those that step with the gradients.
-        number: Of the loop's first step.
+        models: The models whose statistics of the data exclude placeholders.
+        optimizers: The optimizers that step with the gradients.
+        number: The number of the loop's first step.
 
     Attributes:
-        step: Returns who has a batch in the current step, and what it counts; waits for the others to say.
-        number: Of the current step.
+        step: Returns who has a batch in the current step, and the counts; waits for the other ranks.
+        number: The number of the current step.
         joined: Whether this rank has no batch in it; known without waiting.
         trains: Whether there was a backward in the loop.
-        before: Who had a batch in the step before.
-        behind: What is in force from the loop's end until the next one begins.
-        scale: What a batch's loss counts times besides its weight.
-        reads_ahead: Whether a second batch was asked for before a model that was given has seen the first.
+        before: The ranks that had a batch in the step before.
+        behind: The hooks in force from the loop's end until the next one starts.
+        scale: The factor of a batch's loss besides its weight.
+        reads_ahead: Whether a second batch was asked for before a given model has seen the first.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WeighedLosses:
         self.before: Sequence[int] = range(world_size)
         self.reads_ahead = self.trains = self._has_accumulated = False
         self.behind = ExitStack()
-        self._forward_in: int | None = None  # the step of the last forward of a model that was given
+        self._forward_in: int | None = None  # the step of the last forward of a given model
         self._has_rows = self._holds = False
         self._held = ExitStack()  # statistics, while this rank has no batch
 
@@ -139,7 +139,7 @@ class WeighedLosses:
         self.reads_ahead = False
         self._forward_in, self._holds = None, False
         self._own_backward = torch.autograd.backward
-        # Else a compiled model would be compiled anew in each step. It takes long to import.
+        # Else a compiled model would be compiled anew in each step. Importing it takes long.
         eager: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
@@ -154,27 +154,27 @@ class WeighedLosses:
             yield
 
     def begin(self, number: int, joined: bool, batch: Any) -> None:
-        """Go on to a step, with this batch or placeholder."""
+        """Move to a step, with this batch or placeholder."""
         if joined and not self._holds:
             self._hold_statistics()
         self.number, self.joined = number, joined
         self._has_rows = joined and _has_rows(batch)
 
     def note_asked(self) -> None:
-        """Note that another batch than the first is asked for."""
+        """Note that a batch after the first one is asked for."""
         self.reads_ahead = self.reads_ahead or (bool(self._given_models) and self._forward_in is None)
 
     def end(self) -> None:
-        """Give all ranks the buffers of the lowest one with a last batch, which DDP broadcasts; all ranks call this.
+        """Give all ranks the buffers of the lowest one with a last batch, as DDP broadcasts them; all ranks call this.
 
         Raises:
-            JoinError: The last batch is yet to be trained on.
+            JoinError: The last batch has not been trained on yet.
         """
         if (step := self.step()) is not None:
             self.before = step.active_ranks or self.before
         weighs = len(self.before) < self._world_size or self._weighting != "world"
         if self.reads_ahead and self._forward_in is None and weighs:
-            for model in self._given_models:  # all may be trained on yet; or others were run, in an evaluation
+            for model in self._given_models:  # all may still be trained on; or others were run, in an evaluation
                 self.behind.callback(model.register_forward_pre_hook(self._refuse_training).remove)
         elif self.reads_ahead and self._forward_in != self.number and weighs:
             raise _ahead(self.number)
@@ -189,7 +189,7 @@ class WeighedLosses:
 
     @property
     def factor(self) -> float:
-        """What this rank's loss counts times, where gradients are averaged over all ranks."""
+        """The factor of this rank's loss, given that gradients are averaged over all ranks."""
         if self.joined:
             return 0.0
         if self._weighting == "world" or (step := self.step()) is None:
@@ -200,10 +200,10 @@ class WeighedLosses:
     # ------------------------------------------------------------ hooks
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Begin a loss's backward with the factor: a loss is a root that no gradient is given for.
+        """Start a loss's backward with the factor: a loss is a root without a given gradient.
 
         A backward within another one (of reentrant checkpointing) and roots with gradients (of earlier pipeline stages)
-        go on with gradients that are weighted already.
+        continue with gradients that are weighted already.
         """
         if not in_backward():
             self._has_accumulated = self.trains = True
@@ -245,10 +245,10 @@ class WeighedLosses:
                     leaf.register_hook(partial(self._check_gradient, self.number))  # type: ignore[no-untyped-call]
 
     def _check_gradient(self, number: int, gradient: Tensor | None) -> Tensor | None:
-        """Check what comes to an output of a given model, before it goes on to what other ranks take part in."""
+        """Check the gradient of an output of a given model, before other ranks take part in its backward."""
         if number != self.number and (self.joined or self._weighting != "world"):
             raise _ahead(self.number)
-        if gradient is None:  # of an output that the loss does not need, from DDP
+        if gradient is None:  # from DDP, for an output that the loss does not need
             return None
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
@@ -283,7 +283,7 @@ class WeighedLosses:
         return next((place for place, rank in enumerate(ranks) if rank in self.before), 0)
 
     def _hold_statistics(self) -> None:
-        """Keep running statistics as they are: without a batch there is nothing to add to them."""
+        """Stop updating running statistics: a rank without a batch has nothing to add to them."""
         self._holds = True
         for model in self._given_models:
             for module in model.modules():
@@ -312,7 +312,7 @@ def _ahead(step: int) -> JoinError:
 
 
 def _has_rows(batch: Any) -> bool:
-    """Whether a batch has samples, or something of which nobody can tell."""
+    """Whether a batch has samples, or objects for which this is unknown."""
     return any(
         bool(len(leaf)) if isinstance(leaf, Tensor) and leaf.ndim else not isinstance(leaf, (*_PLAIN, Tensor))
         for leaf in tree_leaves(batch)

@@ -1,22 +1,22 @@
-"""Who trains on whose batch at which step: a function of what all ranks know.
+"""Which rank trains on which batch at which step: a function of numbers that all ranks know.
 
-Contract: all ranks make the same calls of their `Plan`, and so plan the same rows. A row follows from what is left
-alone (and from limits that do not change), so that a run that is resumed, or corrected, plans as any other.
+Contract: all ranks make the same calls of their `Plan`, and so plan the same rows. A row depends only on the batches
+left (and on limits that do not change), so that a resumed or corrected run plans like any other.
 
 Known lengths. With S batches left on W ranks, L of them on a rank that may give up to g in a step, no schedule has
 fewer steps than T = max(ceil(S / W), ceil(L / (1 + g)) of each rank), and in one of T steps some step takes at least
-ceil(L / T) batches of that rank. Each row takes floor(L / T) or ceil(L / T) of each rank, as many together as there
-are ranks to train on them, so both bounds are met: what is left fits into T - 1 steps, in which no rank's share is
-larger than before. Of the ranks whose share is no whole number, those give one more that are the furthest behind: so
-gifts are spread over the epoch, and whoever receives one puts a batch of its own off.
+ceil(L / T) batches of that rank. Each row takes floor(L / T) or ceil(L / T) of each rank, together as many as there are
+ranks to train on them, so both bounds are met: the rest fits into T - 1 steps, in which no rank's share is larger than
+before. Among ranks whose share is not a whole number, those that are furthest behind give one more: so gifts are spread
+over the epoch, and a rank that receives one puts its own batch off.
 
-Unknown lengths. As long as some rank's is, those that have batches train on their own, and idle ranks get what is
-given. Without limits every such row is full, and there are no more steps than with known lengths. With limits there
-are at most ceil(S / W) + max(ceil(L / (1 + g))), twice the least: a row that is not full takes 1 + g batches of each
-rank that has as many, so there are no more of these than the second term says.
+Unknown lengths. As long as some rank's length is unknown, ranks with batches train on their own, and idle ranks get the
+gifts. Without limits every such row is full, and there are no more steps than with known lengths. With limits there are
+at most ceil(S / W) + max(ceil(L / (1 + g))), twice the minimum: a row that is not full takes 1 + g batches of each rank
+that has as many, so there are no more of these than the second term says.
 
-Either way, a rank without a batch has none until the epoch's end: its own loop may be over. That takes care only where
-a length proves wrong.
+Either way, a rank without a batch has none until the epoch's end: its own loop may be over. This needs care only if a
+length proves wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """A batch that a rank trains on in a step: whose it is, and its index among that rank's in the epoch."""
+    """A batch that a rank trains on in a step: its owner, and its index among the owner's batches in the epoch."""
 
     owner: int
     batch_idx: int
@@ -34,15 +34,15 @@ Row = tuple[Share | None, ...]  # by rank; `None`: it has no batch in this step
 
 
 class Plan:
-    """The steps of one epoch: those that are planned, and what is left for others.
+    """The steps of one epoch: the planned ones, and the batches left for others.
 
     Args:
-        left: By rank, how many batches it has from here on; `None` where it cannot say yet.
-        max_sent_per_step: By rank, how many it may give away in one step.
+        left: By rank, its number of batches from here on; `None` if not known yet.
+        max_sent_per_step: By rank, how many batches it may give away in one step.
         taken: By rank, how many of its batches were trained on before, in an epoch that is resumed in its middle.
 
     Attributes:
-        left: By rank, how many of its batches no row has yet; `None` while unknown.
+        left: By rank, how many of its batches are in no row yet; `None` while unknown.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def steps_left(self) -> int | None:
-        """How many rows are yet to be planned; `None` while that is unknown."""
+        """The number of rows still to be planned; `None` while that is unknown."""
         known = [left for left in self.left if left is not None]
         if len(known) < len(self.left):
             return None
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def ahead(self) -> list[int]:
-        """By rank, how many batches it must know that it has, or know its end, before the next row is planned."""
+        """By rank, how many batches it must have read, unless it reaches its end, before the next row is planned."""
         steps = self.steps_left
         if steps is not None:
             return [-(-left // steps) if left else 0 for left in self.left]
@@ -78,18 +78,18 @@ class Plan:
         return [min(most, each if left is None else left) for left, most in ends]
 
     def announce(self, left: Mapping[int, int]) -> None:
-        """Note what ranks have left that have come to their end, or know better than before."""
+        """Note the numbers of batches left on ranks that have come to their end, or know better than before."""
         for rank, number in left.items():
             self.left[rank] = number
 
     def leave(self, ranks: Iterable[int]) -> None:
-        """Plan on without ranks that leave the epoch: from now on they neither train nor give."""
+        """Continue to plan without ranks that leave the epoch: from now on they neither train nor give."""
         self._gone |= {*ranks}
         for rank in self._gone:
             self.left[rank] = 0
 
     def plan(self) -> Row:
-        """Plan the next row; one without any batch where all have come to their end."""
+        """Plan the next row; without any batch if all ranks have come to their end."""
         steps = self.steps_left
         counts = self._as_read() if steps is None else self._as_known(steps)
         owners = [rank if count else None for rank, count in enumerate(counts)]
@@ -109,18 +109,18 @@ class Plan:
         return tuple(row)
 
     def _as_known(self, steps: int) -> list[int]:
-        """Return how many batches of each rank the next row takes, where all lengths are known."""
+        """Return how many batches of each rank the next row takes, if all lengths are known."""
         lengths = [left or 0 for left in self.left]
         counts = [length // steps if steps else 0 for length in lengths]
         behind = [rank for rank, length in enumerate(lengths) if steps and length % steps]
-        # An earlier deadline goes first; where two are one, a batch that its owner trains on.
+        # An earlier deadline goes first; among equal ones, a batch that its owner trains on.
         behind.sort(key=lambda rank: (-lengths[rank] / (counts[rank] + 1), counts[rank], rank))
         for rank in behind[: len(lengths) - len(self._gone) - sum(counts)]:
             counts[rank] += 1
         return counts
 
     def _as_read(self) -> list[int]:
-        """Return the same where some lengths are unknown: of these ranks, as many as they have read may be taken."""
+        """Return the same if some lengths are unknown: these ranks give at most the batches that they have read."""
         has = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
         counts = [min(1, number) for number in has]
         for _ in range(counts.count(0) - len(self._gone)):
@@ -133,5 +133,5 @@ class Plan:
 
 
 def steps_of(lengths: Sequence[int]) -> int:
-    """Return how many steps an epoch with these lengths has, where a rank may give away as many batches as it likes."""
+    """Return the number of steps of an epoch with these lengths, if ranks may give away any number of batches."""
     return Plan(lengths, [len(lengths)] * len(lengths)).steps_left or 0

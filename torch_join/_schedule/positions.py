@@ -1,11 +1,11 @@
-"""Where a rank stands in a loader: what it has trained on, whatever was read ahead; and how to go on from there.
+"""A rank's place in a loader, as far as batches were trained on, however many were read ahead; and how to resume there.
 
-A loader with a state of its own is given that back. Of another one, as many batches are skipped as were trained on: by
-indices where these come from a sampler, so that no sample is read, else by reading. That takes the same order, so the
-generators that may draw it are set, while this is done, to what they were as the loop began.
+A loader with its own state gets that back. In any other loader, the batches that were trained on are skipped: by index
+if they come from a sampler, so that no sample is read, else by reading. That needs the same order, so the generators
+that may draw it are set meanwhile to their states at the loop's start.
 
 The contract relied on: a `DataLoader` draws its base seed, and then asks its sampler for indices; a sampler draws from
-torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of something that it holds.
+torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of an object that it holds.
 """
 
 from collections import deque
@@ -48,8 +48,8 @@ from torch_join._schedule.stateful import (
     resumed_at,
 )
 
-# What `Position.place` returns: of plain types and tensors, if the loader's own state is. Whether it is `over`, so that
-# what comes next is another loop, is set by whoever knows it of all ranks.
+# The result of `Position.place`: of plain types and tensors, if the loader's own state is. `over`, which means that
+# another loop comes next, is set by code that knows the places of all ranks.
 LoaderPlace = dict[str, Any]
 NOT_DEALT: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
 _END = object()
@@ -57,22 +57,22 @@ EVERY = 64  # reads, from one state of a loader that is read ahead to the next
 
 
 class Position:
-    """Where this rank stands in one loop over a loader.
+    """This rank's place in one loop over a loader.
 
     Args:
-        loader: What is gone through.
-        place: Where to go on; by default at the begin.
-        ahead: After how many reads the loader's state is kept, if batches are read before the one in hand is done with.
-        after: Whether this is the next loop after one that has gone on at a place.
-        advice: What else to do where the place is one in another loader, for messages.
+        loader: The loader.
+        place: The place to resume from; by default the start.
+        ahead: The number of reads between two kept states of the loader, if batches are read ahead.
+        after: Whether this is the next loop after a resumed one.
+        advice: Another remedy if the place belongs to another loader, for messages.
 
     Attributes:
-        iterator: Of the batches that are left.
+        iterator: The iterator over the batches left.
         first: How many were trained on before.
-        keeps: Whether `keep` is to be called before each read.
+        keeps: Whether to call `keep` before each read.
 
     Raises:
-        JoinValueError: The place is one in another loader.
+        JoinValueError: The place belongs to another loader.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Position:
         after: bool = False,
         advice: str = " Where an epoch has several loops, give each a name: `join.batches(loader, name=...)`.",
     ) -> None:
-        # Of `windows` the loader that these are made of, in windows of so many.
+        # For `windows`: the inner loader, and the size of its windows.
         self._windows: Any = loader if hasattr(type(loader), "over") else None
         self._size: int = 1 if self._windows is None else loader.size
         self._loader = loader = loader if self._windows is None else loader.loader
@@ -91,14 +91,14 @@ class Position:
         self._deals: list[Deal] = [] if place is None or place["over"] else place["deals"]
         self._start: int = place["start"] if place is not None and self._deals else 0
         self._seeds: dict[str, Any] | None = None
-        self._all_left: int | None = None  # of an epoch that is dealt out anew, for this rank: its batches
+        self._all_left: int | None = None  # this rank's batches in an epoch that is dealt out anew
         self._stateful = keeps_place(loader) and not self._deals
-        # It has a state that does not restore its order.
+        # Whether it has a state, but one that does not restore its order.
         self._keeps_none = not self._stateful and any(map(has_place, self._parts))
         self.keeps, self._every = bool(ahead) and self._stateful, ahead
-        # The last ones, how many batches had been read before, and what its own generators were then.
+        # The last kept states: the number of batches read before, the state, and the states of its own generators.
         self._states: deque[tuple[int, Any, Any]] = deque()
-        self._at_end: LoaderPlace | None = None  # where it is, if nothing was left of it when it was resumed
+        self._at_end: LoaderPlace | None = None  # its place, if it was resumed with nothing left
         restored: list[Any] = [] if place is None else place.pop("restored", [])
         if place is None or place["over"]:
             self.first = 0
@@ -121,36 +121,36 @@ class Position:
 
     @cached_property
     def _drawn(self) -> list[tuple[str, Any]]:
-        """What the loader holds that an order may be drawn from, once its iterator is there."""
+        """The loader's parts from which an order may be drawn, once its iterator exists."""
         return parts_of(self._loader)
 
     def keep(self, read: int, taken: int) -> None:
-        """Keep the loader's state now and then, after so many reads: a place in it may be asked for after others.
+        """Keep the loader's state after every few reads: a place may be asked for after later ones.
 
         Args:
             read: How many batches have been read.
-            taken: How many have been trained on, at least, when a place is asked for next.
+            taken: At least how many have been trained on when a place is next asked for.
         """
         if (read - self.first) % self._every or (self._states and self._states[-1][0] == read):
             return
         try:
             state = deepcopy(self._loader.state_dict())
-        except Exception as error:  # for whoever asks for a place
+        except Exception as error:  # raised when a place is asked for
             state = error
         self._states.append((read, state, own_drawing(self._loader, self._drawn)))
         while len(self._states) > 1 and self._states[1][0] <= taken:
             self._states.popleft()
 
     def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
-        """Return where this rank stands: what can be given to another `Position`, in another process.
+        """Return this rank's place, for another `Position`, in another process.
 
         Args:
-            taken: How many batches have been trained on, since the loop began.
+            taken: How many batches have been trained on since the loop started.
             read: How many have been read.
-            ended: Whether there is none left.
+            ended: Whether none is left.
 
         Raises:
-            UnsupportedError: The order is drawn in a way that cannot be had again.
+            UnsupportedError: The order is drawn in a way that cannot be reproduced.
         """
         if self._at_end is not None:
             return self._at_end
@@ -184,7 +184,7 @@ class Position:
 
     @property
     def length(self) -> int | None:
-        """How many batches the loop has, also before it was resumed, if what it goes through is not all of a loader."""
+        """The loop's number of batches, with those before it was resumed, if it does not go through all of a loader."""
         return None if self._all_left is None else self._start + -(-self._all_left // self._size)
 
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
@@ -193,7 +193,7 @@ class Position:
             is_new = bool(place["plan"] and place["plan"].get("is_new"))
             loader = dealt_anew(loader, self._deals, self._begun, place["world"], is_new)
             self._all_left = len(loader)
-            # The order is what the ranks before had; what else is drawn is each rank's own.
+            # The order is that of the earlier ranks; anything else is drawn by each rank itself.
             self._seeds = place["seeds"] or drawing(loader)
             with global_kept():
                 set_global(self._seeds)
@@ -215,49 +215,49 @@ class Position:
         with drawn_as(loader, place["begun"]):
             if state is None:
                 return skip(loader, taken, place["begun"]["reuses"])
-            loader.load_state_dict(deepcopy(state))  # it may go on changing it
+            loader.load_state_dict(deepcopy(state))  # it may change the state later
             with resumed_at(self._parts, place["epochs"], taken):
                 iterator = iter(loader)
-            if not taken:  # before its first batch, what a stream shows is its end in the epoch before
+            if not taken:  # before its first batch, a stream's state is the end of the epoch before
                 forget_states(self._parts)
-            # Not asked for before something is read: LitData's forgets then which it was given.
+            # Not asked for before a read: LitData's loader would then forget the state it was given.
             self._states.append((self.first - place["again"], state, place["now"]))
-            # A sampler without a state of its own draws the order again, and some only as something is read.
+            # A sampler without its own state draws the order again, and some only at the first read.
             waits = drawn_later(loader, place["begun"])
             drawn = saved_drawing(drawing(loader))
         now = {name: state for name, state in place["now"]["own"].items() if name not in waits}
-        set_own(loader, {**place["now"], "own": now})  # torchdata's draws no base seed here
+        set_own(loader, {**place["now"], "own": now})  # torchdata's loader draws no base seed here
         return read_past(self._after_state(iterator, drawn), place["again"] * self._size)
 
     def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any]) -> Iterator[Any]:
-        """Yield what is left after a state; see `drawing` for what was `drawn` from until it was loaded."""
-        # Set for the first read alone: what a step draws besides, for its transforms say, is this job's.
+        """Yield the batches after a state; `drawn` are the states of `drawing` from when it was loaded."""
+        # Set for the first read only: other draws in a step, for transforms for example, belong to this job.
         with drawn_as(self._loader, drawn) if any(map(draws_globally, self._parts)) else nullcontext():
             first = next(iterator, _END)
-        forget_states(self._parts)  # which they apply in all iterators of this epoch
+        forget_states(self._parts)  # else all iterators of this epoch would apply them
         if first is not _END:
             yield first
             yield from iterator
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
-        """Bring the loader to the end of an epoch, at which the place is: its next iterator is that of the next one.
+        """Move the loader to the end of an epoch, where the place is: its next iterator is that of the next epoch.
 
         Args:
             place: The place.
-            restored: Generators that it shares with loaders which have gone on, and may have drawn from them since.
+            restored: Generators that it shares with resumed loaders, which may have drawn from them since.
         """
         loader = self._loader
         before, now = own_drawing(loader), place["now"]
         # A dataset that applies its state in all iterators of an epoch would be at that end once more.
         if self._stateful and place["state"] is not None and not any(each is not None for each in place["epochs"]):
-            told = told_epochs(loader, drawing(loader))  # of the loop that comes
+            told = told_epochs(loader, drawing(loader))  # for the next loop
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
                 begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
-                with suppress(StopIteration):  # it may show the next epoch already, which has fewer batches
+                with suppress(StopIteration):  # it may already show the next epoch, with fewer batches
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
                         iterator = iter(loader)
-                    read_past(iterator, max(place["again"], begins))  # it may begin only then
+                    read_past(iterator, max(place["again"], begins))  # it may start only then
             begin_anew(self._parts, place["epochs"])
             for thing, epoch in told:
                 if has_epoch(thing):
@@ -268,13 +268,13 @@ class Position:
 
 
 def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | None = None) -> LoaderPlace:
-    """Return the place in a loader of which nothing but a state was saved, by somebody else.
+    """Return the place in a loader for which only a state was saved, by other code.
 
     Args:
         loader: The loader.
-        state: What its `state_dict` returned.
+        state: The result of its `state_dict`.
         taken: How many batches had been trained on.
-        epochs: What `epochs_of` returned then; by default what it does now.
+        epochs: The result of `epochs_of` at that time; by default its result now.
     """
     return {
         **NOT_DEALT,
@@ -295,16 +295,16 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
 def dealt_among(
     places: Sequence[LoaderPlace | None], world: int, step: int, over: bool = False
 ) -> Sequence[LoaderPlace | None]:
-    """Return the places of so many ranks in an epoch that others have begun, which `places` are those of.
+    """Return the places of `world` ranks in an epoch that other ranks, with `places`, have started.
 
     Args:
         places: By rank of theirs.
-        world: How many ranks go on.
-        step: The step with which they do.
-        over: Whether the epoch is over. Then a loader of a rank's own begins anew.
+        world: How many ranks continue.
+        step: The step at which they do.
+        over: Whether the epoch is over. Then a loader that belongs to one rank starts anew.
 
     Raises:
-        JoinValueError: Nothing is known to deal out to all ranks what they go through.
+        JoinValueError: Nothing is known to deal the data out to all ranks.
     """
     is_dealt = all(
         place is not None and place["dealt"] is not None and [*place["dealt_to"]] == [rank, len(places)]
@@ -330,12 +330,12 @@ def dealt_among(
 
 
 def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Return what was drawn from that is alike on all ranks: what a dataset draws is each rank's own."""
+    """Return the states that are equal on all ranks: those of a dataset belong to each rank."""
     return {**drawn, "own": {part: state for part, state in drawn["own"].items() if draws_order(part)}}
 
 
 def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
-    """Prepare a loader for the first loop after one that has gone on at a place."""
+    """Prepare a loader for the first loop after a resumed one."""
     begin_anew(loaders_in(loader), place["epochs"])
 
 
@@ -343,9 +343,9 @@ class Order:
     """The order of one loop over a loader in which a framework finds its place in its own way.
 
     Args:
-        loader: All that draws the order.
-        place: What `place` returned of the loop that goes on, or of the one before; by default this is another one.
-        advice: What else to do where the place is one in another loader, for the error.
+        loader: The loader, with all sources of the order.
+        place: The result of `place` for the loop to resume, or for the one before; by default this is another loop.
+        advice: Another remedy if the place belongs to another loader, for the error.
     """
 
     def __init__(self, loader: Any, place: LoaderPlace | None = None, advice: str = "") -> None:
@@ -355,8 +355,8 @@ class Order:
         """Yield the framework's batches, the first of which is not read yet.
 
         Raises:
-            JoinValueError: The place is one in another loader.
-            UnsupportedError: Nobody can have the order again that there was.
+            JoinValueError: The place belongs to another loader.
+            UnsupportedError: The order cannot be reproduced.
         """
         place, first = self._place, list[Any]()
         if place is not None and place["ended"]:
@@ -370,11 +370,11 @@ class Order:
         yield from chain(first, batches)
 
     def rest(self, dealer: Dealer | None, deals: Sequence[Deal], world: int, is_new: bool) -> list[Any]:
-        """Return what is left for this rank of a loop that others have begun, in place of `go_through`; see `left_of`.
+        """Return this rank's rest of a loop that others have started, in place of `go_through`; see `left_of`.
 
         Raises:
-            JoinValueError: The place is one in another loader.
-            UnsupportedError: Nobody can have the order again that there was.
+            JoinValueError: The place belongs to another loader.
+            UnsupportedError: The order cannot be reproduced.
         """
         assert self._place is not None
         self._check(self._place)
@@ -387,11 +387,11 @@ class Order:
         check_same(self._loader, 1, place, self._advice)
 
     def place(self, ended: bool) -> LoaderPlace:
-        """Return what draws the order, of plain types and tensors; where the loop has `ended`, what draws the next."""
+        """Return the sources of the order, in plain types and tensors; if the loop has `ended`, those of the next."""
         if ended:
             return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
         try:
             check_order(self._loader, has_place(self._loader), parts_of(self._loader))
             return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
-        except UnsupportedError as error:  # a framework writes more than places, and goes on elsewhere as well
+        except UnsupportedError as error:  # a framework writes more than places, and resumes without them as well
             return {"ended": False, "refused": str(error)}

@@ -1,4 +1,4 @@
-"""What one rank trains on in an epoch in which batches are rebalanced: its own, and those of others."""
+"""The batches that one rank trains on in an epoch with rebalancing: its own, and those of other ranks."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,46 +21,46 @@ class Source(Protocol):
         """Return the first batch that waits."""
 
     def reserve(self, count: int) -> list[Any]:
-        """Return the next batches, which are those of one step: as many as there are."""
+        """Return the next batches, for one step: at most `count`."""
 
 
 class _Step(NamedTuple):
     row: Row
-    unknown: tuple[int, ...]  # ranks that could not say how many batches they have when it was planned
-    donated: int  # of this rank's
-    mine: Any = None  # the batch, or what brings it; `None` once it was taken
+    unknown: tuple[int, ...]  # ranks whose number of batches was unknown when it was planned
+    donated: int  # by this rank
+    mine: Any = None  # the batch, or its future; `None` once it was taken
     comes: bool = False
-    counted: float | None = None  # what the batch counts, once it has been here
+    counted: float | None = None  # the batch's count, once it has arrived
 
 
-# Meets all ranks that have a batch: adds up what their batches count, and shares what there is to say.
+# Meets all ranks that have a batch: sums the counts of their batches, and shares their notices.
 Meet = Callable[[float, dict[str, Any]], BarrierResult]
 
 
 class Rebalancer:
     """One epoch: whose batch each rank trains on, and this rank's batches.
 
-    A row of the plan is made some steps ahead, so that gifts travel while the steps before are run. All meet before
-    each row: a rank that has come to its end before it said so says what it has left, and if others must then read on,
-    to know that they have what is asked of them, all meet once more. Where lengths are certain the rows follow from
-    them, and the driver has ranks meet, since one that has left the loop would be counted on.
+    A row of the plan is made some steps ahead, so that batches are sent while earlier steps run. All ranks meet before
+    each row: a rank that reaches its end unannounced sends how many batches are left, and if other ranks must then read
+    on, to be sure of their batches, all meet once more. With certain lengths the rows follow from them, and the driver
+    makes ranks meet, since the plan would still count on a rank that has left the loop.
 
     Args:
-        channel: Where the ranks meet, and hear of failures.
-        exchange: Brings batches to other ranks.
+        channel: The channel in which ranks meet, and learn of failures.
+        exchange: Sends batches to other ranks.
         source: This rank's batches.
         plan: Plans the epoch.
         lead: How many rows are planned besides the current one.
-        count: Returns what a batch counts, where batches are counted; called on the rank that trains on it.
+        count: Returns the count of a batch, if batches are counted; called on the rank that trains on it.
         step: The number of the first step.
-        meets: Whether all meet before each row.
+        meets: Whether all ranks meet before each row.
 
     Attributes:
         step: The current step.
-        total: What all ranks' batches at the current step count together, where batches are counted.
-        donated: How many batches this rank has given away, for steps that are done.
-        received: How many of other ranks' it has trained on, in these.
-        lost: How many batches nobody trains on, since they were given to ranks that have left the epoch.
+        total: The sum of all ranks' counts at the current step, if batches are counted.
+        donated: How many batches this rank has given away, for finished steps.
+        received: How many of other ranks' batches it has trained on, in these.
+        lost: How many batches no rank trains on, since they were given to ranks that have left the epoch.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Rebalancer:
         self.meets = meets
         self.donated = self.received = self.lost = 0
         self.total = 0.0
-        self._notices: dict[int, dict[str, Any]] = {}  # of the meeting before the current step
+        self._notices: dict[int, dict[str, Any]] = {}  # from the meeting before the current step
 
     # ------------------------------------------------------------ the epoch
 
@@ -99,7 +99,7 @@ class Rebalancer:
             self.total = meet(self.count(), {}).total
 
     def advance(self, meet: Meet) -> None:
-        """Go on to the next step, and plan another one."""
+        """Move to the next step, and plan another one."""
         done = self._steps.popleft()
         share = done.row[self._channel.rank]
         self.donated += done.donated
@@ -110,7 +110,7 @@ class Rebalancer:
         self._plan_row()
 
     def _settle(self, meet: Meet, count: float) -> None:
-        """Meet until all ranks know that they have what the next row asks of them."""
+        """Meet until all ranks know that they have the batches that the next row needs."""
         rank, met = self._channel.rank, False
         while True:
             read = self._plan.ahead
@@ -145,7 +145,7 @@ class Rebalancer:
         self._last_ranks = self.active_ranks or self._last_ranks
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
-        """Go on without ranks that leave the epoch at the current step: nobody trains on what was given to them."""
+        """Continue without ranks that leave the epoch at the current step: no rank trains on batches given to them."""
         self.total = total
         self._plan.leave(ranks)
         for index, step in enumerate(self._steps):
@@ -155,16 +155,16 @@ class Rebalancer:
             self._steps[index] = step._replace(row=row)
 
     def unknown_at(self, step: int) -> tuple[int, ...]:
-        """Return the ranks that could not say how many batches they have when a step was planned that is to come."""
+        """Return the ranks whose number of batches was unknown when a coming step was planned."""
         index = step - self.step
         return self._steps[index].unknown if 0 <= index < len(self._steps) else ()
 
     def place(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the plan, the same on all ranks: what there is for the next step, and whom.
+        """Return the plan's state for a checkpoint, the same on all ranks: the batches and ranks of the next step.
 
         Returns:
-            The next `step`; by rank, how many batches were `left` when it was planned, `None` where that was unknown,
-            and the `max_sent_per_step`; and the ranks that are `gone`: they have no batch any more.
+            The next `step`; by rank, how many batches were `left` when it was planned, `None` if unknown, and the
+            `max_sent_per_step`; and the ranks that are `gone`: they have no more batches.
         """
         rows, unknown = [step.row for step in self._steps], self.unknown_at(self.step + 1)
         planned = [share.owner for row in rows[1:] for share in row if share is not None]
@@ -177,9 +177,9 @@ class Rebalancer:
         }
 
     def end(self) -> None:
-        """End the epoch, if need be before its last step; all ranks call this at the same step.
+        """End the epoch, perhaps before its last step; all ranks call this at the same step.
 
-        What was given for steps that are not run is taken, so that nothing of it is left for the next epoch.
+        Batches given for steps that are not run are received, so that nothing is left over for the next epoch.
         """
         for step in self._steps:
             if step.comes:
@@ -189,7 +189,7 @@ class Rebalancer:
 
     @property
     def ahead(self) -> int:
-        """How many batches this rank must know that it has, or know its end, before the next row is planned."""
+        """How many batches this rank must have read, unless it reaches its end, before the next row is planned."""
         return self._plan.ahead[self._channel.rank]
 
     @property
@@ -199,25 +199,25 @@ class Rebalancer:
 
     @property
     def steps(self) -> int | None:
-        """The number of the last step, and one; `None` while that is unknown."""
+        """The number of the last step plus one; `None` while unknown."""
         left = self._plan.steps_left
         return None if left is None else self.step + sum(any(step.row) for step in self._steps) + left
 
     # ------------------------------------------------------------ the current step
 
     def take(self, ahead: int = 0) -> Any:
-        """Return the batch that this rank trains on, once it is here: at the current step, or at one after it.
+        """Return the batch that this rank trains on, once it has arrived, at the current step or a later one.
 
         Raises:
             PeerFailedError: The rank that gives it has failed.
         """
         self.count(ahead)
         step = self._steps[ahead]
-        self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here holds it
+        self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here keeps it alive
         return arrived(step.mine, self._channel) if step.comes else step.mine
 
     def count(self, ahead: int = 0) -> float:
-        """Return what the batch counts that this rank trains on, once it is here: 0 without one, or uncounted.
+        """Return the count of the batch that this rank trains on, once it has arrived: 0 without one, or uncounted.
 
         Raises:
             PeerFailedError: The rank that gives it has failed.
@@ -232,7 +232,7 @@ class Rebalancer:
         return self._steps[ahead].counted or 0
 
     def has_batch(self, ahead: int = 0) -> bool:
-        """Whether this rank has a batch at the current step, or at one after it."""
+        """Whether this rank has a batch at the current step, or at a later one."""
         return bool(self._steps) and self._steps[ahead].row[self._channel.rank] is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Rebalancing in one epoch after the other."""
+"""Rebalancing over several epochs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,19 @@ from torch_join._schedule.packing import pack
 from torch_join._schedule.plan import Plan
 from torch_join._schedule.rebalancer import Meet, Rebalancer, Source
 
-_AT_ONCE = 2**30  # bytes of batches that a rank gives away in one step, at most
-_Begin = tuple[int | None, bool, int, int, bool, str, str]  # of an epoch: see `Rebalancing.begin`
+_AT_ONCE = 2**30  # the most bytes of batches that a rank gives away in one step
+_Begin = tuple[int | None, bool, int, int, bool, str, str]  # exchanged at an epoch's start, in `Rebalancing.begin`
 
 
 class Rebalancing:
-    """What outlives an epoch: the group over which batches travel, made in the first one that may need it.
+    """The state that outlives an epoch: the group that sends batches, made in the first epoch that may need it.
 
     Args:
         members: The ranks.
-        enabled: Whether batches are rebalanced at all; else there is never anything to do.
+        enabled: Whether batches are rebalanced at all; if not, there is never anything to do.
 
     Attributes:
-        current: What goes through the current epoch, if there is anything to rebalance in it.
+        current: The current epoch's rebalancer, if there is anything to rebalance in it.
     """
 
     def __init__(self, members: Membership, enabled: bool = True) -> None:
@@ -39,7 +39,7 @@ class Rebalancing:
 
     @property
     def exchanged(self) -> tuple[int, int]:
-        """How many batches this rank has given away in the current epoch, or the last one, and how many it got."""
+        """How many batches this rank has given away, and received, in the current or last epoch."""
         return (0, 0) if self.current is None else (self.current.donated, self.current.received)
 
     def begin(
@@ -59,29 +59,29 @@ class Rebalancing:
         meets: bool = True,
         always: bool = False,
     ) -> Rebalancer | None:
-        """Begin an epoch; all ranks meet.
+        """Start an epoch; all ranks meet.
 
         Args:
             channel: The ranks' channel.
             source: This rank's batches.
-            length: How many there are from here on, if that is known.
+            length: Their number from here on, if known.
             meet: Meets all ranks that have a batch.
             lead: See `Rebalancer`.
             count: See `Rebalancer`.
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
-            max_sent_per_step: How many this rank may give away in a step; by default what its first batch allows.
-            is_certain: Whether there can be no other number.
+            max_sent_per_step: How many this rank may give away in a step; by default as its first batch allows.
+            is_certain: Whether that length is certain.
             leaves: Whether this rank has left the epoch before, and neither trains nor gives.
-            meets: Whether all meet before each step also where there can be no other number on any rank.
-            always: Whether there is a plan also where all ranks are certain to have as many batches.
+            meets: Whether all meet before each step even if all ranks' lengths are certain.
+            always: Whether to plan even if all ranks are certain to have the same number of batches.
 
         Returns:
-            What goes through the epoch; `None` if all ranks are certain to have as many batches.
+            The epoch's rebalancer; `None` if all ranks are certain to have the same number of batches.
 
         Raises:
-            JoinError: Nothing can be sent from here.
-            PeerFailedError: The same of another rank.
+            JoinError: This rank cannot send batches.
+            PeerFailedError: Another rank cannot.
         """
         self.current = None
         max_sent_per_step = max_sent_per_step_of(source) if max_sent_per_step is None else max_sent_per_step
@@ -95,12 +95,12 @@ class Rebalancing:
         if problem:
             raise JoinError(problem)
         if any(theirs for *_, theirs, _ in everyone):
-            channel.gather(None)  # which raises what they tell
+            channel.gather(None)  # raises the error that they report
         if self._exchange is None:
-            # A rank on which an error has ended the last one has none, as others may have.
+            # A rank on which an error has ended the last exchange has none, while others may have theirs.
             self._exchange = Exchange(self._members.group, channel, [name for *_, name in everyone])
             if self._exchange.is_new:
-                channel.gather(None)  # all have read where the others are
+                channel.gather(None)  # all have read the addresses of the others
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
@@ -109,13 +109,13 @@ class Rebalancing:
         return self.current
 
     def close(self) -> None:
-        """End, when all ranks are done with what they were given."""
+        """End, when all ranks are done with the batches that they were given."""
         self.current, exchange, self._exchange = None, self._exchange, None
         if exchange is not None:
             exchange.close()
 
     def abandon(self) -> None:
-        """End after an error, and wait for nobody; does nothing after `close`."""
+        """End after an error, without waiting; does nothing after `close`."""
         self.current, exchange, self._exchange = None, self._exchange, None
         if exchange is not None:
             exchange.abandon()

@@ -1,4 +1,4 @@
-"""What a place needs of a loader: what it is, and an iterator over what is left, or over its next epoch."""
+"""For a place in a loader: a description of the loader, and an iterator over its rest, or over its next epoch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,10 +16,10 @@ from torch_join._schedule.stateful import SideBySide, has_place, loaders_in, see
 
 
 def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
-    """Return what must be the same for a number of windows of this size, or a state, to mean the same.
+    """Return the properties that must be equal for a number of windows of this size, or a state, to mean the same.
 
     Raises:
-        UnsupportedError: Its order cannot be had again, and the loop has not ended.
+        UnsupportedError: Its order cannot be reproduced, and the loop has not ended.
     """
     found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
     if isinstance(loader, SideBySide):
@@ -31,7 +31,7 @@ def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str
         found["samples in a batch"] = loader.batch_size
     if isinstance(loader, DataLoader):
         is_stream = _is_stream(loader)
-        with suppress(TypeError, NotImplementedError):  # a dataset may say that it has none
+        with suppress(TypeError, NotImplementedError):  # a dataset's `__len__` may raise
             if not is_stream and hasattr(loader.dataset, "__len__"):
                 found["samples"] = len(loader.dataset)
         if is_stream or has_place(loader):
@@ -45,7 +45,7 @@ def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str
 
 
 def differs_from(loader: Any, size: int, place: dict[str, Any]) -> str:
-    """Return in what the loader is another one than that of a place."""
+    """Return how the loader differs from that of a place."""
     then, now = place["loader"], describe(loader, size, place["ended"])
     other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
@@ -62,7 +62,7 @@ def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") 
 
 @contextmanager
 def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
-    """Have new workers that stay draw no base seed from what an order is drawn from: the old ones drew none."""
+    """Make new persistent workers draw no base seed from a source of the order: the old ones drew none."""
     with ExitStack() as stack:
         for each in loaders:
             if reuses_workers(each, now=False):
@@ -75,13 +75,13 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
 
     Args:
         loader: The loader.
-        taken: How many are left out.
+        taken: How many batches to skip.
         reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
     """
     if not _reads_by_index(loader):
         with _without_seeds(loaders_in(loader) if reuses else []):
             iterator: Iterator[Any] = iter(loader)
-        # The first is read here: an order may be drawn only then.
+        # The first batch is read here: an order may be drawn only then.
         return read_past(iterator, taken) if taken else chain([*islice(iterator, 1)], iterator)
     rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
     loader = copy(loader)
@@ -96,11 +96,11 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
 
 
 def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
-    """Return an iterator over a loader's next epoch; new workers that stay draw no base seed, as the old ones did.
+    """Return an iterator over a loader's next epoch; new persistent workers draw no base seed, as the old ones did not.
 
     Args:
         loader: The loader.
-        begun: What `drawing` has returned; so that is there.
+        begun: The result of `drawing`; this notes there whether workers are reused.
     """
     begun["reuses"] |= reuses_workers(loader, now=False)
     with _without_seeds(loaders_in(loader)):
@@ -114,7 +114,7 @@ def read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _reads_by_index(loader: Any) -> bool:
-    """Whether what a loader reads follows from its sampler alone: it is torch's, or torchdata's."""
+    """Whether a loader's batches follow from its sampler alone: torch's or torchdata's loader."""
     if not isinstance(loader, DataLoader) or _is_stream(loader):
         return False
     iterates: Any = type(loader).__iter__
@@ -126,7 +126,7 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 
 
 class _Rest:
-    """A sampler of what another one has left after its first indices, or batches of these."""
+    """A sampler of the rest of another one after its first indices, or batches of indices."""
 
     def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
         self._sampler, self._skipped = sampler, skipped
@@ -135,7 +135,7 @@ class _Rest:
     def start(self) -> None:
         """Draw the order."""
         if self._first is None:
-            # No further than it was read: at its end one of torch's samplers draws once more.
+            # Not read to its end, where one of torch's samplers draws once more.
             self._indices = read_past(iter(self._sampler), self._skipped)
             self._first = [] if self._skipped else [*islice(self._indices, 1)]
 

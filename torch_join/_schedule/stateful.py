@@ -1,4 +1,4 @@
-"""What dataloaders and datasets with a state need in an epoch that is resumed in its middle, and in the next one.
+"""Dataloaders and datasets with a state: how to resume an epoch in its middle, and start the next one.
 
 Those of other libraries are recognized by their attributes and modules, so that none of these is imported. Seen in
 torchdata 0.11, litdata 0.2.76, datasets 5.2 and webdataset 1.0.2.
@@ -15,10 +15,10 @@ from torch_join._base.errors import UnsupportedError
 
 
 class SideBySide:
-    """A loader that goes through several at once, which keep their own places: a framework derives a class.
+    """A loader that goes through several loaders at once, which keep their own places: a framework derives a class.
 
     Attributes:
-        loaders: Those.
+        loaders: These loaders.
     """
 
     loaders: Sequence[Any]
@@ -30,34 +30,34 @@ class SideBySide:
 
 
 def loaders_in(loader: Any) -> Sequence[Any]:
-    """Return what a loader goes through side by side; else itself alone."""
+    """Return the loaders that a loader goes through side by side, or itself."""
     return loader.loaders if isinstance(loader, SideBySide) else [loader]
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether something has a state that can be loaded again."""
+    """Whether an object has a state that can be loaded again."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler that a loader's indices come from, whatever makes batches of them; `None` without one."""
+    """Return the sampler of a loader's indices, inside any batch samplers; `None` without one."""
     sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # it may have no length
-    # One of Accelerate's has none of its own.
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # no truth value: it may have no length
+    # One of Accelerate's has no inner sampler.
     while isinstance(sampler, BatchSampler) and not is_stateful(sampler) and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
 
 
 def has_place(loader: Any) -> bool:
-    """Whether a loader's own state says where it is: one of Hugging Face's `datasets` loses what a shuffle holds."""
+    """Whether a loader's own state has its place: a Hugging Face `datasets` stream loses a shuffle's buffer."""
     return is_stateful(loader) and not any(
         type(part).__name__ == "BufferShuffledExamplesIterable" for part in _stream_parts(loader)
     )
 
 
 def _stream_parts(loader: Any) -> Iterator[Any]:
-    """Go through what a stream of Hugging Face's `datasets` is made of."""
+    """Yield the parts of a stream of Hugging Face's `datasets`."""
     dataset = getattr(loader, "dataset", None)
     parts = [getattr(dataset, "_ex_iterable", None)] if type(dataset).__module__.startswith("datasets.") else []
     while parts:
@@ -68,23 +68,23 @@ def _stream_parts(loader: Any) -> Iterator[Any]:
 
 @contextmanager
 def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Iterator[None]:
-    """Put around what makes iterators, so that each loader begins at the state it was given, and none begins anew.
+    """Put around the creation of iterators, so that each loader starts at its loaded state, and none starts anew.
 
     Args:
         loaders: The loaders, whose states have been loaded.
-        epochs: Of each, what `epochs_of` returned with its state.
+        epochs: For each, the result of `epochs_of` that was saved with its state.
         taken: How many batches had been taken.
     """
     for loader, epoch in zip(loaders, epochs, strict=True):
         if epoch is not None:
-            # Lightning leaves `on_train_epoch_start`, where it is set as a rule, out of an epoch that is resumed.
+            # Lightning skips `on_train_epoch_start`, where it is usually set, in a resumed epoch.
             loader.dataset.set_epoch(epoch)
         if _is_litdata(loader) and taken > 0:
-            loader.restore = True  # it takes the end of an epoch for the begin of the next
-    # `torchdata.nodes.Loader` begins anew at its end, where this rank has no batch in the rest of the epoch.
+            loader.restore = True  # it mistakes the end of an epoch for the start of the next
+    # `torchdata.nodes.Loader` starts anew at its end, if this rank has no batch in the rest of the epoch.
     restarting = [loader for loader in loaders if getattr(loader, "restart_on_stop_iteration", False)]
     states = [getattr(loader, "next_iter_state", None) for loader in loaders]
-    yielded = [None if is_finished(state) else _yielded(state) for state in states]  # one that is begins anew
+    yielded = [None if is_finished(state) else _yielded(state) for state in states]  # a finished one starts anew
     for loader in restarting:
         loader.restart_on_stop_iteration = False
     try:
@@ -95,13 +95,13 @@ def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Ite
         for loader, count in zip(loaders, yielded, strict=True):
             iterator: Any = getattr(loader, "_iterator", None)
             if count is not None and hasattr(iterator, "_num_yielded"):
-                iterator._num_yielded = count  # torchdata's counts twice what it has read again
+                iterator._num_yielded = count  # torchdata's counts batches twice that it reads again
             if getattr(loader, "next_iter_state", None) is not None:
-                loader.next_iter_state = None  # else torchdata's, which ended before it, goes on from it next time too
+                loader.next_iter_state = None  # else torchdata's, if it ended before, resumes from it next time too
 
 
 def _yielded(state: dict[str, Any] | None) -> int | None:
-    """Return how many batches had been read, by a state of torchdata's `StatefulDataLoader`."""
+    """Return how many batches had been read, according to a state of torchdata's `StatefulDataLoader`."""
     if state is None:
         return None
     if "_snapshot" in state:
@@ -110,12 +110,12 @@ def _yielded(state: dict[str, Any] | None) -> int | None:
 
 
 def is_finished(state: Any) -> bool:
-    """Whether a state of torchdata's `StatefulDataLoader` is from the end, from where it would begin anew."""
+    """Whether a state of torchdata's `StatefulDataLoader` is from the end, where it would start anew."""
     return isinstance(state, dict) and bool(state.get("_iterator_finished"))
 
 
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:
-    """Return the epochs of datasets that apply a state in the epoch that it is from, and in all iterators of it.
+    """Return the epochs of datasets that apply a state only in its epoch, but in all iterators of that epoch.
 
     Streams of Hugging Face's `datasets` do.
     """
@@ -128,13 +128,13 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
     """Prepare for the first epoch after one that was resumed with states of `epochs`.
 
     Raises:
-        UnsupportedError: A dataset would begin at the state once more.
+        UnsupportedError: A dataset would start at the state once more.
     """
     for loader, saved, now in zip(loaders, epochs, epochs_of(loaders), strict=False):
         if _is_litdata(loader):
-            # It learns that the epoch is over by being read past its end, which a loader with a length is not.
+            # It notices the end of an epoch only when it is read past its end, which a loader with a length is not.
             loader.restore = False
-        # The state of a copy in a worker ends with that.
+        # The state of a copy in a worker ends with the worker.
         in_worker = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
         if now is None or now != saved or in_worker:
             continue
@@ -150,21 +150,21 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
 
 
 def shuffle_of(loader: Any) -> int | None:
-    """Return a checksum of what shuffles a stream of Hugging Face's `datasets`; `None` if nothing does."""
+    """Return a checksum of the shuffling of a Hugging Face `datasets` stream; `None` if it is not shuffled."""
     generators = [generator for part in _stream_parts(loader) if (generator := getattr(part, "generator", None))]
     return crc32(repr([each.bit_generator.state for each in generators]).encode()) if generators else None
 
 
 def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -> None:
-    """Raise if nobody could have the order again that there is in a loop.
+    """Raise if a loop's order could not be reproduced.
 
     Args:
         loader: The loader.
-        stateful: Whether it goes on from its own state.
-        parts: What it holds that an order may be drawn from, by name.
+        stateful: Whether it resumes from its own state.
+        parts: Its parts from which an order may be drawn, by name.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: It could not.
     """
     if isinstance(loader, SideBySide):
         if loader.problem:
@@ -197,7 +197,7 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
 
 
 def seed_of(part: Any) -> int | str | None:
-    """Return the seed of something that a loader holds, if it has one.
+    """Return the seed of a part of a loader, if it has one.
 
     Raises:
         UnsupportedError: It shuffles by the clock.
@@ -219,9 +219,9 @@ def seed_of(part: Any) -> int | str | None:
 
 
 def forget_states(loaders: Sequence[Any]) -> None:
-    """Have what applies its state in all iterators of an epoch begin anew in those that are made from here on.
+    """Make objects that apply a state in all iterators of an epoch start anew in iterators made from now on.
 
-    Called where the iterators that are to go on from it have begun. The copies in workers have states of their own.
+    Called when the iterators that resume from it have started. Copies in workers have their own states.
     """
     for loader in filter(_is_hugging_face, loaders):
         loader.dataset.load_state_dict({})
