@@ -1,13 +1,13 @@
-"""Whether the ranks still are replicas of each other, asked by value and not by a list of what may go wrong.
+"""Checks by value whether the ranks are still replicas of each other, rather than by a list of possible mistakes.
 
-A handover makes ranks equal, so that whoever looks after it sees nothing of what went wrong before. Digests
-are therefore taken twice: at the step at which the first rank joins, when all have done the same, and right after the
-handover. Both are compared in one message at the end of the tail; names follow only where they differ.
+A handover makes ranks equal, so a check after it cannot see what went wrong before. So digests are taken twice: at the
+step at which the first rank joins, when all have done the same, and right after the handover. Both are compared in one
+message at the end of the tail; names follow only for differences.
 
-when a rank joins     parameters of the given models, and of the given optimizers; where ranks look at the top of
-                      a step, also their state, hyperparameters, schedulers, scalers, what is frozen or in training
-after the handover    the same again, with every bit, and buffers; where `.grad` is None; and what hangs on the
-                      given things in attributes and closures, if it was the same on all ranks before
+when a rank joins     parameters of the given models and optimizers; if ranks look at the top of
+                      a step, also their state, hyperparameters, schedulers, scalers, frozen and training flags
+after the handover    the same again, with every bit, and buffers; where `.grad` is None; and values in
+                      attributes and closures of the given objects, if they were equal on all ranks before
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
 
 Often = Literal["tail"] | bool
-Items = dict[str, str]  # the name of a value, and what it is in few characters
+Items = dict[str, str]  # the name of a value, and a short form of the value
 Leaves = dict[str, Any]  # the name of a value, and the value: a tensor or a plain one
 
 _KINDS = ("model", "optimizer", "LR scheduler", "GradScaler")
@@ -41,15 +41,15 @@ class Audit:
     """Compares the ranks' replicas.
 
     Args:
-        objects: Everything that was given to `Join`, without metrics.
+        objects: Everything passed to `Join`, without metrics.
         often: `"tail"` for each loop in which some rank joins before another, `True` for all loops, `False`.
-        hands_over_ignored: Whether parameters that DDP ignores are handed over: `None` where all ranks hold the same.
-        forgotten: What may have been left out, and where it is looked for.
-        unsynced: Buffers that may have to be the same.
-        shards: Models that are not handed over, as each rank has shards of its own: only what hangs on them counts.
+        hands_over_ignored: Whether parameters that DDP ignores are handed over; `None`: those equal on all ranks.
+        forgotten: The search for objects that may have been left out.
+        unsynced: Buffers that may have to be equal.
+        shards: Models that are not handed over, as each rank has its own shards: only values attached to them count.
 
     Attributes:
-        joined: The ranks that ran out of inputs first, as errors call them.
+        joined: The names of the ranks that ran out of inputs first.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class Audit:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what was looked at."""
+        """Drop all state."""
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
         self.joined: list[int] = []
         self._forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
-        """Look at what there is, on every rank, at the step at which the first ones join.
+        """Look at the state, on every rank, at the step at which the first ranks join.
 
         Args:
-            joined: Who joins.
-            settled: Whether this is the top of a step, before any code of the user's in it.
-            untouched: Whether that has changed nothing else since the last step (after a `break`, on this rank alone).
+            joined: The ranks that join.
+            settled: Whether this is the top of a step, before any user code in it.
+            untouched: Whether user code has changed nothing else since the last step (after this rank's `break`).
         """
         self.forget()
         self.joined = list(joined)
@@ -94,21 +94,21 @@ class Audit:
             self._before = _described({**looked, "found": self._found()}, exact=False)
 
     def note(self, at_last: bool) -> None:
-        """Note what this rank alone may keep, if it runs out before others; see `Forgotten.note`."""
+        """Note objects that this rank alone may keep, if it runs out before others; see `Forgotten.note`."""
         if self._often:
             self._forgotten.note(at_last)
 
     def leave(self, has_run: bool) -> None:
-        """Find out, as this rank runs out before others, what that step has changed of it; see `Forgotten.leave`."""
+        """Find out, as this rank runs out before others, what its last step has changed; see `Forgotten.leave`."""
         self._forgotten.leave(has_run)
 
     def local(self, channel: Channel) -> frozenset[int]:
-        """Return the `id` of each parameter that stays as it is on each rank; every rank calls this."""
+        """Return the `id` of each parameter that stays unchanged on each rank; every rank calls this."""
         ignored = list(ignored_parameters(self._objects).values())
         if not ignored or self._hands_over_ignored:
             return frozenset()
         everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
-        if None in everyone:  # not asked, or not in a tail
+        if None in everyone:  # not asked for, or not in a tail
             return frozenset(map(id, ignored))
         alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
         return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
@@ -120,9 +120,9 @@ class Audit:
 
         Args:
             channel: The channel between the ranks.
-            local: What stays as it is on each rank.
+            local: The parameters that stay unchanged on each rank.
             has_gradients: Whether the last backward has averaged the gradients.
-            stepped: The ranks that had the last step, if that is known: what they hold otherwise is each one's own.
+            stepped: The ranks that had the last step, if known: values that differ between these belong to each rank.
         """
         before, joined = self._before, self.joined
         if not self._often:
@@ -149,7 +149,7 @@ class Audit:
         Args:
             channel: The channel between the ranks.
             has_gradients: Whether the last backward has averaged the gradients.
-            left: Whether this rank has left it by `break`, and so is elsewhere than those that came to its end.
+            left: Whether this rank has left it by `break`, and so is elsewhere than ranks that came to its end.
         """
         if self._often is True:
             looked = _described(self._look(settled=True), exact=False)
@@ -166,7 +166,7 @@ class Audit:
         if said and channel.rank == 0:
             JoinDriftWarning.warn(" ".join(said))
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ the state
 
     def _look(self, settled: bool) -> dict[str, Leaves]:
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
@@ -174,7 +174,7 @@ class Audit:
         return {"parameters": parameters, "settled": rest}
 
     def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Leaves, Leaves]:
-        """Return the parameters, and all else if `takes`; buffers only where every bit counts."""
+        """Return the parameters, and all else if `takes`; buffers only if every bit counts."""
         capture = Capture(canonical=True, local=local)
         parameters, rest = Leaves(), Leaves()
         names: dict[int, str] = {}
@@ -264,7 +264,7 @@ _UNTOLD = (
 
 
 def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
-    # A tensor that has several names is gone through once.
+    # A tensor with several names is hashed once.
     tensors = {id(leaf): leaf for leaves in looked.values() for leaf in leaves.values() if isinstance(leaf, Tensor)}
     with torch.no_grad():
         sums = dict(zip(tensors, checksums([*tensors.values()], exact), strict=True))
@@ -287,7 +287,7 @@ def _short(value: Any) -> str:
 def _differences(
     channel: Channel, before: dict[str, Items], after: dict[str, Items], kept: Items | None = None
 ) -> list[dict[str, list[Any]]]:
-    """Return what differs by rank: before, of what was handed over, of what was found, of gradients, of averages."""
+    """Return the differences by rank: before, in the state handed over, found, in gradients, in averages."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
     digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
     kept = kept or {}
@@ -295,7 +295,7 @@ def _differences(
     everyone = channel.gather(digests, of=dict[str, str])
     held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
     alone = {name: said for name, said in _unlike(held).items() if None in said and {"changed", "unknown"} & {*said}}
-    # Where one rank cannot tell, nobody asks.
+    # A digest that one rank lacks is not compared.
     known = [key for key in digests if all(said.get(key) for said in everyone)]
     differing = [key for key in known if len({said[key] for said in everyone}) > 1]
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
@@ -307,11 +307,11 @@ def _differences(
 
 
 def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return of what differs now what was the same on all ranks before, or was on none and is alike where it is now."""
+    """Return the differing values that were equal on all ranks before, or on none and are equal where present now."""
     before = _unlike(everyone)
     usual = everyone[0].keys() - before.keys()
     known = set().union(*everyone)
-    # A list with a rank's own items, as of its steps' outputs, or that is yet to be filled with some.
+    # A list of a rank's own items, such as its steps' outputs, or one that is yet to be filled with such items.
     own = {name[:place] for name in before for place, letter in enumerate(name) if letter == "["}
     own |= {name[4:-1] for name in usual if name.startswith("len(") and everyone[0][name] == "0"}
     lists = tuple(f"{name}[" for name in own if f"len({name})" in known)

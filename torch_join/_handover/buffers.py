@@ -1,9 +1,9 @@
-"""Buffers that no wrapper keeps alike: those of a model that does not broadcast them, ignored ones, a sharded model's.
+"""Buffers that no wrapper synchronizes: of models that do not broadcast them, ignored ones, and a sharded model's.
 
-Some are each rank's own, as BatchNorm's statistics then are. Others the model keeps alike itself, by collectives in its
-forward: a codebook's averages, a centre. Ranks that have joined run no forward, so that theirs grow old. Which is which
-only shows: what all ranks hold alike after each has trained, they keep alike. That is decided by module, since
-BatchNorm's counter is alike where its statistics are not.
+Some belong to each rank, as BatchNorm's statistics then do. Others the model keeps equal itself, by collectives in its
+forward: a codebook's averages, a centre. Joined ranks run no forward, so that theirs become stale. Which kind a buffer
+is can only be observed: buffers that are equal on all ranks after each has trained are kept equal. This is decided by
+module, since BatchNorm's counter is equal even where its statistics are not.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -24,22 +24,22 @@ from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import set_own
 from torch_join._handover.state import Capture
 
-Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all are
+Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all
 Buffers = dict[str, Tensor]
 
-_trained: WeakSet[nn.Module] = WeakSet()  # the models that have run a forward with gradients on this rank
+_trained: WeakSet[nn.Module] = WeakSet()  # models that have run a forward with gradients on this rank
 
 
 class UnsyncedBuffers:
-    """Those of some models; what `hand_over` takes of them.
+    """The unsynchronized buffers of some models, as an object for `hand_over`.
 
     Args:
         models: The models.
-        always: Whether they are replicas on all ranks; `None`: what all held alike.
+        always: Whether they are replicas on all ranks; `None`: those that were equal on all.
 
     Attributes:
-        can_tell: Whether more than one rank had trained where they last agreed, or the user has said it.
-        untold: The names of those that a step had changed before its forward, where it was looked at them.
+        can_tell: Whether more than one rank had trained when they last agreed, or the user has decided.
+        untold: The names of those that a step had changed before its forward, when they were looked at.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
@@ -49,13 +49,13 @@ class UnsyncedBuffers:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what there was: a tail is over."""
-        self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and what was changed before a forward
+        """Forget the noted state: a tail is over."""
+        self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and buffers changed before a forward
         self._alike: set[str] = set()
         self.untold: list[str] = []
 
     def look(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
-        """Look at what there is, on every rank, where the first ones join.
+        """Look at the buffers, on every rank, when the first ranks join.
 
         Args:
             trained: The models that have run a forward with gradients since the last tail.
@@ -72,7 +72,7 @@ class UnsyncedBuffers:
         """Return whether some are handed over; every rank calls this."""
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
-        # Of what nobody else has trained yet nobody can tell.
+        # With only one trained rank, nothing can be concluded.
         said = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
         trained = [digests for digests, _ in filter(None, said) if digests]
         self.can_tell = len(trained) > 1
@@ -83,10 +83,10 @@ class UnsyncedBuffers:
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the contents of what may have to be alike, and is not handed over if it is not now.
+        """Yield the names and contents of buffers that may have to be equal, but are not handed over so far.
 
-        The statistics of torch's norms are left out: these are known. So are counters and other single numbers, where
-        the ranks could tell.
+        Statistics of torch's norms are left out, since they belong to each rank. So are counters and other single
+        numbers, if the ranks could tell.
         """
         if self._always is None:
             for path, (module, buffers) in self._modules().items():
@@ -96,7 +96,7 @@ class UnsyncedBuffers:
                         yield f"{path}.{name}".replace(": .", ": "), buffer
 
     def state_dict(self) -> dict[str, tuple[Buffers, list[str]]]:
-        """Return what is handed over, by module, and which of it is saved with the model."""
+        """Return the buffers to hand over, by module, and which of them are saved with the model."""
         modules = {path: its for path, its in self._modules().items() if self._always or path in self._alike}
         return {
             path: (buffers, [name for name in buffers if _compat.is_persistent(module, name)])
@@ -105,7 +105,7 @@ class UnsyncedBuffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, tuple[Buffers, list[str]]]) -> None:
-        """Take what another rank hands over."""
+        """Load the buffers that another rank hands over."""
         here = self._modules(all_of_them=True)
         for path, (theirs, persistent) in state.items():
             module, mine = here[path]
@@ -120,7 +120,7 @@ class UnsyncedBuffers:
     def _modules(self, all_of_them: bool = False) -> dict[str, tuple[nn.Module, Buffers]]:
         found: dict[str, tuple[nn.Module, Buffers]] = {}
         for index, (model, which) in enumerate(self._unsynced):
-            # Metrics sync their states as they need them, and SyncBatchNorm's are taken care of.
+            # Metrics sync their states themselves when needed, and SyncBatchNorm's buffers are handled elsewhere.
             apart = {id(part) for module in model.modules() if is_metric(module) for part in module.modules()}
             for path, module in model.named_modules():
                 if id(module) in apart or isinstance(module, nn.SyncBatchNorm):
@@ -141,7 +141,7 @@ class UnsyncedBuffers:
 
 
 class StepBuffers:
-    """Such buffers in a loop in lockstep: joined ranks take them after each step that they run without a batch.
+    """Such buffers in a loop in lockstep: joined ranks get them after each step that they run without a batch.
 
     Args:
         models: The models.
@@ -158,12 +158,12 @@ class StepBuffers:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self._has_looked = self._goes = False
         self._before: dict[str, int] = {}
 
     def look(self, has_trained: bool) -> None:
-        """Look at what there is before the first step that some rank has no batch for; all ranks call this.
+        """Look at the buffers before the first step for which some rank has no batch; all ranks call this.
 
         Args:
             has_trained: Whether this rank has run a forward with gradients.
@@ -175,7 +175,7 @@ class StepBuffers:
         self._before = self._alike()
 
     def give(self, active: tuple[int, ...]) -> None:
-        """Give all ranks what the first `active` one has of them, behind such a step; all ranks call this."""
+        """Give all ranks the buffers of the first `active` one, after such a step; all ranks call this."""
         if not self._unsynced:
             return
         if not self._buffers.can_tell and len(active) > 1:
@@ -191,7 +191,7 @@ class StepBuffers:
         """Compare them at an epoch's end; all ranks call this."""
         if not self._before:
             return
-        now, asked = self._alike(), dict(self._buffers.doubtful())  # of which a forward may have bound others since
+        now, asked = self._alike(), dict(self._buffers.doubtful())  # a forward may have bound others since
         differ = [name for name in self._before if name not in now and (name in asked or not self._buffers.can_tell)]
         if differ and self._channel.rank == 0:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
@@ -203,7 +203,7 @@ class StepBuffers:
             )
 
     def _alike(self) -> dict[str, int]:
-        """Return what the ranks hold alike of what may have to be; every rank calls this."""
+        """Return the doubtful buffers that are equal on all ranks; every rank calls this."""
         named = dict(self._buffers.doubtful())
         mine = dict(zip(named, checksums([*named.values()]), strict=True))
         first, *others = self._channel.gather(mine, of=dict[str, int])

@@ -1,4 +1,4 @@
-"""A cheap digest of captured state: by value, whatever the memory layout and the device."""
+"""A cheap digest of captured state: by value, independent of memory layout and device."""
 
 import ctypes
 import hashlib
@@ -17,17 +17,17 @@ from torch_join._base.pytree import Slot, leaves
 from torch_join._base.specs import flat_elements, raw_bytes
 
 _WORD = 8  # bytes
-_TILE = 2**17  # words that are weighed one by one, as a core's cache holds; tiles have weights of their own
+_TILE = 2**17  # words with their own weights, as many as fit into a core's cache; each tile has its own weight too
 _TILES = 32  # at once, to keep an accelerator busy
-_SMALL, _TOGETHER = 2**17, 32  # up to so many bytes, so many tensors are copied together
-_ALIKE = 1.5e-5  # what stands for NaN where all NaN count as one
+_SMALL, _TOGETHER = 2**17, 32  # the size in bytes, and the number, of tensors that are copied together
+_ALIKE = 1.5e-5  # replaces NaN, where all NaN count as equal
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class Digests:
-    """Digests of canonical trees and of the tensors in their slots as they are now.
+    """Digests of canonical trees and of the current tensors in their slots.
 
-    No device is waited for until `read`.
+    Nothing waits for a device until `read`.
 
     Args:
         trees: By name.
@@ -45,7 +45,7 @@ class Digests:
         found = {}
         for name, trees in self._trees.items():
             hashed = hashlib.blake2b(digest_size=_WORD)
-            # In one order: equal dictionaries may have been filled in another one.
+            # Sorted, since equal dictionaries may have been filled in a different order.
             for path, leaf in sorted((each for tree in trees for each in leaves(tree)), key=itemgetter(0)):
                 value = described[leaf.index] if isinstance(leaf, Slot) else repr(leaf)
                 hashed.update(f"{path}: {value};".encode())
@@ -54,11 +54,11 @@ class Digests:
 
 
 def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
-    """Return a number for each tensor, by its bytes and their places.
+    """Return a number for each tensor, from its bytes and their places.
 
     Args:
         tensors: The tensors.
-        exact: Whether every bit counts; otherwise -0.0 is 0.0, and any NaN is any other.
+        exact: Whether every bit counts; otherwise -0.0 equals 0.0, and all NaN are equal.
     """
     return _read(unread_checksums(tensors, exact))
 
@@ -77,7 +77,7 @@ def _crc(tensor: Tensor) -> int:
 
 
 def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tuple[list[int], Tensor]]:
-    """Return the checksums on each device, and the places of those tensors; nothing waits for a device."""
+    """Return the checksums on each device, and the places of their tensors, without waiting for a device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
@@ -98,7 +98,7 @@ def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tupl
 
 
 def _small_sums(tensors: Sequence[Tensor], weights: Tensor, exact: bool) -> Sequence[Tensor]:
-    """As `_weighted_sum`, of all in few operations: of small tensors each takes longer than what it computes."""
+    """Like `_weighted_sum`, for many tensors in few operations: for small tensors, launching takes longest."""
     flat = [_flat(tensor) for tensor in tensors]
     for dtype in () if exact else {part.dtype for part in flat} & _FLOATS:
         places = [place for place, part in enumerate(flat) if part.dtype == dtype]
@@ -119,7 +119,7 @@ def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
 
 
 def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
-    """Sum the tensor's bytes as 64-bit words, each with a weight that belongs to its place."""
+    """Sum the tensor's bytes as 64-bit words, each with a weight for its place."""
     flat = _flat(tensor)
     tile = _TILE * _WORD // flat.element_size()
     sums = [flat.new_zeros(0, dtype=torch.int64)]
@@ -160,7 +160,7 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
-    # Without it two changes of the highest bit, as two signs are, cancel whatever the weights.
+    # Otherwise two changes of the highest bit, such as two signs, would cancel with any weights.
     return torch.bitwise_right_shift(words, 32, out=out).bitwise_xor_(words)
 
 

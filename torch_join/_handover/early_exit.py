@@ -1,9 +1,9 @@
-"""What a rank's own code changes of given things after it has left a loop by `break`.
+"""Changes that a rank's own code makes to given objects after it has left a loop by `break`.
 
-A generator that is closed cannot tell a `break` from an exception, and one that met others would keep them waiting for
-a rank that has failed. So a rank that leaves a loop waits for nobody, and takes the last rank's state only where the
-ranks meet next. What its code has set in between of flags (`model.eval()`) stays. All else would be done twice by a
-rank that serves within its loop and comes to that code only then, or be overwritten: so it is noted here, and refused
+A generator that is closed cannot tell a `break` from an exception, and if it met other ranks, these would wait for a
+rank that has failed. So a rank that leaves a loop does not wait, and receives the last rank's state only when the ranks
+next meet. Flags that its code has set in between (`model.eval()`) are kept. Any other change would be repeated by a
+rank that serves within its loop and reaches that code only then, or be overwritten: so it is noted here, and refused
 there.
 """
 
@@ -18,8 +18,8 @@ from torch_join._handover.digest import Digests
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
 
-# Whether a rank has left its loop by `break`, what it has changed since, `None` if it cannot tell, and whether it has
-# stepped its shard of a ZeroRedundancyOptimizer for the others since.
+# Whether a rank has left its loop by `break`; its changes since, `None` if unknown; and whether it has stepped its
+# shard of a ZeroRedundancyOptimizer for the others since.
 Word = tuple[bool, list[str] | None, bool]
 
 _FLAGS = ("requires_grad", "training")
@@ -28,12 +28,12 @@ _SHOWN = 8
 
 
 class EarlyExit:
-    """The things given to `Join` as they were when this rank left its loop.
+    """The state of the objects passed to `Join` when this rank left its loop.
 
     Args:
-        objects: Everything that was given.
-        states: Those of it that are handed over; `None` where its own code may have gone on since it left, or where
-            nothing will be handed over.
+        objects: Everything passed to `Join`.
+        states: The objects that are handed over; `None` if its own code may have run since it left, or if nothing will
+            be handed over.
     """
 
     def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
@@ -45,12 +45,12 @@ class EarlyExit:
         self._now: Digests | None = None
 
     def meet(self) -> None:
-        """Note what there is now, and which flags are others than at the break, before this rank serves others."""
+        """Note the current state, and flags changed since the break, before this rank serves others."""
         self._now = digests_of(self._states)
         self._set |= {one: flag for one, flag in _read(self._objects).items() if self._flags.get(one, flag) != flag}
 
     def after_handover(self) -> None:
-        """Set them again; there may be another handover (for a checkpoint within the others' loop) before the last."""
+        """Set the flags again; another handover may follow (for a checkpoint within the others' loop)."""
         for one, flag in self._set.items():
             if isinstance(one, nn.Module):
                 one.training = flag
@@ -60,7 +60,7 @@ class EarlyExit:
         self._before = self._now
 
     def changed(self) -> list[str] | None:
-        """Return names of what else had changed at `meet`, `None` if nobody knows."""
+        """Return names of other objects that had changed at `meet`, `None` if unknown."""
         if self._before is None or self._now is None:
             return None
         before, now = self._before.read(), self._now.read()
@@ -68,19 +68,19 @@ class EarlyExit:
 
 
 def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
-    """Raise on all ranks if one has changed something that another one, still in its loop, has not come to.
+    """Raise on all ranks if one has changed an object that another one, still in its loop, has yet to change.
 
     Args:
         words: By rank.
-        names: What errors call these ranks.
+        names: The ranks' names in errors.
         rank: This rank.
 
     Raises:
-        JoinError: So it is.
+        JoinError: One has.
     """
     inside = [rank for rank, (has_left, _, _) in enumerate(words) if not has_left]
     early = [rank for rank, (_, _, has_stepped) in enumerate(words) if has_stepped or inside]
-    # A rank that owns a shard has put its change into what it gave the others in their steps.
+    # A rank that owns a shard has put its change into the parameters that it gave the others in their steps.
     inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
     unknown = [rank for rank in early if words[rank][1] is None]
     changed = {rank: its for rank in early if (its := words[rank][1])}
@@ -102,7 +102,7 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
 
 
 def digests_of(states: Sequence[Any] | None) -> Digests | None:
-    """Return digests of the states, `None` if nobody can tell: this may be in a generator that an error closes."""
+    """Return digests of the states, `None` if unknown: this may run in a generator that an error closes."""
     if states is None:
         return None
     trees: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def digests_of(states: Sequence[Any] | None) -> Digests | None:
             for name, thing in named(states):
                 kind = kind_of(thing)
                 state = kind.capture(thing, capture, name).state
-                # A model is one dictionary of parts, an optimizer is one for itself and each that it wraps.
+                # A model is one dictionary of parts, an optimizer is one for itself and one for each that it wraps.
                 wholes = [{"state": state}] if kind.name not in ("model", "optimizer") else state
                 for part in [wholes] if isinstance(wholes, dict) else wholes:
                     for key, tree in part.items():
@@ -124,6 +124,6 @@ def digests_of(states: Sequence[Any] | None) -> Digests | None:
 
 
 def _read(objects: Sequence[Any]) -> dict[nn.Module | Tensor, bool]:
-    """Return the flags of the modules and parameters among some objects."""
+    """Return the flags of the modules and parameters in some objects."""
     modules = [module for thing in objects if isinstance(thing, nn.Module) for module in thing.modules()]
     return {m: m.training for m in modules} | {p: p.requires_grad for m in modules for p in m.parameters(recurse=False)}

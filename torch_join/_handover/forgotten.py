@@ -1,18 +1,18 @@
-"""What follows a given model and was not given to `Join`: a teacher, an average of the parameters, an optimizer.
+"""Finds objects that follow a given model but were not passed to `Join`: a teacher, a parameter average, an optimizer.
 
-Nothing given refers to such a thing: it is a variable of the loop's, or an attribute of its `self`. So where a first
-rank joins, and nowhere else, the variables of whoever asks for batches are looked through, and of those that called it:
-for modules, and for containers of tensors, with the shapes of a given model; and for optimizers of given parameters,
-and LR schedulers of such. Whether one is forgotten shows as for all that the audit finds: it was the same on all ranks
-there, and is another one after the tail.
+Nothing given refers to such an object: it is a variable of the loop, or an attribute of its `self`. So when a first
+rank joins, and only then, the variables of the code that asks for batches and of its callers are searched: for modules,
+and for containers of tensors, with the shapes of a given model; and for optimizers of given parameters, and LR
+schedulers of such optimizers. Whether one was forgotten is decided as for all values that the audit finds: it was equal
+on all ranks then, and differs after the tail.
 
-What a loop only reads is the same then as well. What a rank keeps or trains for itself differed before. A copy that the
-loop makes takes the place of another one, and changes none.
+An object that a loop only reads is still equal then. One that a rank keeps or trains for itself differed before. A copy
+that the loop makes replaces another one, and changes none.
 
-An average that one rank alone keeps cannot be compared. It is noted before the last step of a rank that runs out before
-others, if that step is known, and as the loop begins, where it counts if its tensors stay. If it is another one as that
-rank runs out, it lacks the steps of the tail. A rank that has not stepped its optimizer in between cannot tell; an
-earlier loop may.
+An average that only one rank keeps cannot be compared. It is noted before the last step of a rank that runs out before
+others, if that step is known, and at the start of the loop, where it counts if its tensors are still the same ones. If
+it has changed when that rank runs out, it lacks the steps of the tail. A rank that has not stepped its optimizer in
+between cannot tell; an earlier loop may.
 """
 
 import itertools
@@ -35,11 +35,11 @@ from torch_join._handover.digest import checksums
 from torch_join._handover.optimizers import is_optimizer, with_wrapped
 from torch_join._handover.reachable import DEPTH, reachable, values_in
 
-_FRAMES = 16  # whose variables are looked through
-_DEPTH = 3  # of attributes and items: `self.trainer.averages["fast"]`
+_FRAMES = 16  # frames whose variables are searched
+_DEPTH = 3  # attributes and items: `self.trainer.averages["fast"]`
 _ITEMS = 256  # of one container
 _OBJECTS = 2**14
-# Whose objects and functions hold nothing of the user's that they were not given.
+# Packages whose objects and functions hold no user objects that they were not given.
 _PASSED_OVER = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "contextlib"),
     *("torch_join", "lightning_join", "pytorch_lightning_join", "accelerate_join"),
@@ -48,28 +48,28 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, Tensor, ModuleType,
 
 
 class Forgotten:
-    """Things with a given model's shapes among somebody's variables.
+    """Objects with a given model's shapes among user code's variables.
 
     Args:
-        given: Everything that was given to `Join`.
+        given: Everything passed to `Join`.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = given
         self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
-        self._trained: list[int] = []  # of the given models, when it was noted
+        self._trained: list[int] = []  # checksums of the given models, when it was noted
         self._begun: dict[str, tuple[list[weakref.ref[Tensor]], list[int]]] = {}
-        self._follows: dict[str, bool] = {}  # whether a step has changed what this rank keeps, as far as it is known
+        self._follows: dict[str, bool] = {}  # whether a step has changed an object that this rank keeps, if known
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Release all objects."""
         self._found: dict[str, tuple[Any, set[int]]] = {}
         self._has_left = self._is_unknown = False
 
     def note(self, at_last: bool) -> None:
-        """Note what there is before the last step of a rank that runs out before others, or as such a loop begins."""
-        kept = self._found  # where another rank has joined before
+        """Note the objects before the last step of a rank that runs out before others, or as such a loop starts."""
+        kept = self._found  # if another rank has joined before
         self.look(sys._getframe(1))
         noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
         if at_last:
@@ -101,7 +101,7 @@ class Forgotten:
 
     @property
     def kept(self) -> dict[str, str]:
-        """What this rank holds, and what of it steps have changed before it ran out, or may have."""
+        """This rank's objects, and whether steps have changed them before it ran out, or may have."""
         kept = dict.fromkeys(self._found, "there")
         if self._has_left:
             said = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
@@ -117,13 +117,13 @@ class Forgotten:
         return checksums([tensor for _, tensor in _tensors(thing, own)])
 
     def look(self, frame: FrameType | None = None) -> None:
-        """Look for them.
+        """Search for them.
 
         Args:
-            frame: Where: among its variables and those of its callers; by default of whoever calls this.
+            frame: The frame whose variables, and whose callers' variables, are searched; by default the caller's.
         """
         self.clear()
-        with suppress(Exception):  # somebody's class may raise whatever it is asked
+        with suppress(Exception):  # a user's class may raise at any access
             self._look(_frames(sys._getframe(1) if frame is None else frame))
 
     def _look(self, frames: Sequence[FrameType]) -> None:
@@ -145,7 +145,7 @@ class Forgotten:
                 self._found.setdefault(f"{name}{place}{kind}{where}, which was not given to Join", (one, own))
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each value in them, which says what holds it, and the value as it is now."""
+        """Yield a name for each value in them, which includes the object's name, and the current value."""
         for name, (thing, own) in self._found.items():
             if _is_stepped(thing):
                 yield from _held_by(thing, name)
@@ -154,7 +154,7 @@ class Forgotten:
 
 
 class _Shapes:
-    """The shapes of the tensors that are kept of a model: of all parameters, of those that are trained, of a state."""
+    """The shapes of a model's tensors that others may keep: all parameters, the trained ones, or a whole state."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.whole: list[Counter[Any]] = []
@@ -170,7 +170,7 @@ class _Shapes:
         return len(tensors) >= self.fewest and _shapes(tensors) in self.whole
 
     def contain(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether they may be a part of a model's (a target network lacks the predictor) that nothing trains."""
+        """Whether these may be an untrained part of a model (a target network lacks the predictor)."""
         untrained = all(tensor.grad is None for tensor in tensors)
         return untrained and any(_shapes(tensors) <= shapes for shapes in self.whole)
 
@@ -180,7 +180,7 @@ def _shapes(tensors: Iterable[Tensor]) -> "Counter[Any]":
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the user's, from the outermost: ranks that have gone to other places meet in that one."""
+    """Return the user's frames, from the outermost: ranks that are in different places have that one in common."""
     found: list[FrameType] = []
     while frame is not None and len(found) < _FRAMES:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
@@ -190,7 +190,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, str, Any]]:
-    """Yield of which function a variable is, its name and its value."""
+    """Yield the function of each variable, its name and its value."""
     for frame in frames:
         code, names = frame.f_code, frame.f_globals
         where = "" if code.co_name == "<module>" else f" in {code.co_name}()"
@@ -198,14 +198,14 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[str, str, Any]]:
         try:
             yield from [(where, name, value) for name, value in [*found.items()]]
         finally:
-            # Before Python 3.13 a frame keeps what it was asked for, a batch too, until its function returns.
+            # Before Python 3.13 a frame keeps the values read from it, batches too, until its function returns.
             if code.co_flags & CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
                 found.clear()
         yield from [("", name, names[name]) for name in code.co_names if name in names]
 
 
 def _objects(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield modules, optimizers, LR schedulers and containers that hang on a value, each once."""
+    """Yield modules, optimizers, LR schedulers and containers that are attached to a value, each once."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen.add(id(value))
@@ -225,17 +225,17 @@ def _held_by(thing: Any, name: str) -> list[tuple[str, Any]]:
     groups = group_options(thing) if is_optimizer(thing) else ()
     try:
         return [*values_in(groups, f"{name}: .param_groups", DEPTH), *reachable(thing, name, frozenset())]
-    except Exception:  # of somebody's class
+    except Exception:  # from a user's class
         return []
 
 
 def _is_stepped(thing: Any) -> bool:
-    is_container = isinstance(thing, (dict, list, tuple))  # a mock's calls are tuples that have any attribute
+    is_container = isinstance(thing, (dict, list, tuple))  # a mock's calls are tuples with any attribute
     return isinstance(thing, LRScheduler) or (not is_container and is_optimizer(thing))
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):  # past what a class of the user's makes of it
+    if isinstance(value, dict):  # ignoring overrides in a user's class
         return [(f"[{key!r}]" if type(key) in (str, int) else "[...]", item) for key, item in dict.items(value)]
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
@@ -244,7 +244,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, str]]:
-    """Yield what has the shapes of a given model, `thing` or modules in it, or steps one, and where it is there."""
+    """Yield objects with a given model's shapes, `thing` or modules in it, or that step one, with their paths in it."""
     if _is_stepped(thing):
         groups = getattr(thing.optimizer if isinstance(thing, LRScheduler) else thing, "param_groups", ())
         if any(id(p) in own for group in groups if isinstance(group, dict) for p in group.get("params", ())):
@@ -269,7 +269,7 @@ def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, st
 
 
 def _tensors(thing: Any, own: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a module has of parameters, or a container of tensors, if it has nothing else, that are not given."""
+    """Yield a module's parameters, or a container's tensors if it has nothing else, except given ones."""
     if isinstance(thing, nn.Module):
         found: list[tuple[str, Any]] = list(thing.named_parameters())
     elif _is_stepped(thing):

@@ -1,13 +1,13 @@
 """The handover: everything that is replicated goes from one rank to all others, bit for bit.
 
-In a plain loop a rank without inputs does not step its replicated optimizers, because nobody can
-announce what the user does to the gradients. When the last rank is done, its models, optimizers, LR
-schedulers, GradScalers and whatever else has a state replace everybody's.
+In a plain loop a rank without inputs does not step its replicated optimizers, because user code's changes to the
+gradients cannot be announced. When the last rank is done, its models, optimizers, LR schedulers, GradScalers and all
+other objects with a state replace everybody's.
 
-First a schema is broadcast: the state as a tree in which slots stand for tensors. From it
-the other ranks create what they lack and drop what the source lacks; parameters, buffers and the
-optimizers' tensors keep their identity. Then the tensors' contents follow, CUDA tensors on the given
-group, CPU tensors on a gloo group. Gradients are not handed over: `.grad` stays as it is on each rank.
+First a schema is broadcast: the state as a tree with slots in place of tensors. From it the other ranks create the
+tensors that they lack and drop those that the source lacks; parameters, buffers and the optimizers' tensors keep their
+identity. Then the tensors' contents follow, CUDA tensors on the given group, CPU tensors on a gloo group. Gradients are
+not handed over: `.grad` stays unchanged on each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from torch_join._handover.state import Capture, Restore
 class _Schema(NamedTuple):
     captured: list[Captured]
     specs: list[TensorSpec]
-    contents: bytes | None  # of the tensors, where these are few and small
+    contents: bytes | None  # of the tensors, if these are few and small
 
 
 @closed("problem")
 class _Problem(NamedTuple):
-    """An error, as other ranks hear of it."""
+    """An error, as it is sent to other ranks."""
 
     is_of_type: bool
     text: str
@@ -49,7 +49,7 @@ class _Problem(NamedTuple):
 
 @closed("handover")
 class _Word(NamedTuple):
-    """What a rank tells the others before anything is moved."""
+    """A rank's message to the others before the transfer."""
 
     source: int
     given: list[str]
@@ -70,21 +70,21 @@ def hand_over(
     """Replace the state of `objects` on every rank by that on one of them, bit for bit.
 
     Every rank of the group calls this at the same time. Models are handed over first, then
-    optimizers, LR schedulers, GradScalers and others, in whatever order they are given.
+    optimizers, LR schedulers, GradScalers and others, in any order of `objects`.
 
     Args:
         objects: Models, optimizers, LR schedulers, GradScalers and anything else with `state_dict` and
-            `load_state_dict`: as many and of the same types on every rank.
+            `load_state_dict`: the same number and types on every rank.
         source: The rank of the group whose state counts.
         channel: The group's channel.
         group: The process group, by default the whole world.
-        local: The `id` of each parameter that, with its optimizer state, stays as it is on each rank: by default of
-            all that DDP ignores.
+        local: The `id` of each parameter that stays unchanged on each rank, with its optimizer state: by default all
+            that DDP ignores.
         left: How this rank has left its loop, if all ranks are to `check` that first.
-        meanwhile: Called on each rank while what it has said is on its way.
+        meanwhile: Called on each rank while its message is on its way.
 
     Raises:
-        JoinTypeError: An object is of no kind that can be handed over, or holds something that cannot.
+        JoinTypeError: An object, or a part of it, is of a kind that cannot be handed over.
         JoinValueError: The ranks give different objects or name different sources. Every rank raises, and
             nothing has been changed.
         PeerFailedError: Another rank has failed.
@@ -92,11 +92,11 @@ def hand_over(
 
     Limits:
         The state of a ZeroRedundancyOptimizer is sharded and stays where it is; its hyperparameters are
-        handed over. `.grad` is not. Parameters must be alike on all ranks; buffers need not be.
+        handed over. `.grad` is not. Parameters must have the same form on all ranks; buffers need not.
     """
     if not 0 <= source < channel.world_size:
         raise JoinValueError(f"The source is a rank from 0 to {channel.world_size - 1}, not {source}.")
-    # Optimizer state that is created here must not become inference tensors.
+    # Optimizer state that is created here must not consist of inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
@@ -122,7 +122,7 @@ def hand_over(
 
 
 def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Word, bytes | None]:
-    """Return what this rank tells, and on the source the schema, packed: what comes after it cannot fail there."""
+    """Return this rank's message, and on the source the packed schema: no later step can fail there."""
     try:
         ordered = named(objects)
         given = [type(value).__name__ for _, value in ordered]
@@ -167,7 +167,7 @@ def _agree(words: Sequence[_Word]) -> None:
 
 
 def _by_rank(texts: Sequence[str | None]) -> dict[str, str]:
-    """Say for each text which ranks have it."""
+    """Return, for each text, words for the ranks that have it."""
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         if text is not None:

@@ -1,8 +1,8 @@
-"""Gradients and parameters as a step's own code leaves them, on ranks that do not run that code.
+"""Changes to gradients and parameters by a step's own code, on ranks that do not run that code.
 
-In a step that clears, clips or replaces gradients by hand, or that changes parameters besides the
-optimizer (weight clipping, a target network), nobody can announce each of these. So an active rank
-compares them with what all ranks had, and the lowest active rank sends what has changed.
+If a step clears, clips or replaces gradients by hand, or changes parameters besides the optimizer (weight clipping, a
+target network), the single changes cannot be announced. So an active rank compares them with the values that all ranks
+had, and the lowest active rank sends the changed ones.
 """
 
 import weakref
@@ -25,7 +25,7 @@ Known = tuple["weakref.ref[Tensor]", tuple[int, int]] | None  # a gradient, and 
 @closed("changes")
 @dataclass(frozen=True)
 class Changes:
-    """The places, in the order of the model's parameters, of what a step changed by hand."""
+    """The places, in the order of the model's parameters, of values that a step changed by hand."""
 
     cleared: list[int]  # gradients that are now `None`
     zeroed: list[int]
@@ -37,7 +37,7 @@ class Changes:
 
 
 class StepMirror:
-    """What one rank knows of the gradients and parameters that all ranks have in common.
+    """The gradients and parameters that all ranks have in common, as known to one rank.
 
     Args:
         ddp: The model.
@@ -53,22 +53,22 @@ class StepMirror:
         self._local: set[int] = set()  # gradients that were accumulated without a sync: each rank has its own
 
     def remember(self) -> None:
-        """All ranks have the same now."""
+        """Note the current values, which are equal on all ranks."""
         self._remember_gradients()
         self._sums = self._checksums()
 
     def before_tail(self, synced: bool) -> None:
-        """A backward has run while all ranks are active."""
+        """Note that a backward has run while all ranks are active."""
         self._local = set() if synced else set(range(len(self._parameters)))
 
     def after_backward(self, synced: bool) -> None:
-        """A backward has run on all ranks; without a sync each has its own gradients from it."""
+        """Note that a backward has run on all ranks; without a sync each has its own gradients from it."""
         touched = {i for i, p in enumerate(self._parameters) if not is_known(p.grad, self._gradients[i])}
         self._local = self._local - touched if synced else self._local | touched
         self._remember_gradients()
 
     def check_averaged(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if an optimizer is about to step gradients that differ by rank."""
+        """Raise if an optimizer is about to step with gradients that differ between ranks."""
         local = [p for p in parameters if p.grad is not None and self._places.get(id(p)) in self._local]
         if local:
             raise UnsupportedError(
@@ -78,13 +78,13 @@ class StepMirror:
             )
 
     def changes(self, with_parameters: bool) -> Changes:
-        """Return what has been changed by hand since all ranks had the same.
+        """Return the changes made by hand since all ranks had the same values.
 
         Args:
             with_parameters: Whether to compare the parameters too.
 
         Raises:
-            JoinError: A gradient of this rank's own was changed, so that others cannot do the same.
+            JoinError: A gradient that only this rank has was changed, so that others cannot do the same.
             UnsupportedError: A sparse gradient was changed.
         """
         found, asked = Changes([], [], [], []), []
@@ -103,7 +103,7 @@ class StepMirror:
                 asked.append((place, gradient.detach().any()))
         before, now = self._sums, self._checksums() if with_parameters else self._sums
         differ = [theirs != mine for (_, theirs), (_, mine) in zip(before, now, strict=True)] if with_parameters else []
-        flags = read([*(flag for _, flag in asked), *differ])  # all that is read of the device
+        flags = read([*(flag for _, flag in asked), *differ])  # the only read from the device
         for (place, _), (holds_something,) in zip(asked, flags, strict=False):
             if not holds_something:
                 found.zeroed.append(place)
@@ -138,31 +138,31 @@ class StepMirror:
         self._gradients = [known(p.grad) for p in self._parameters]
 
     def _gradient(self, place: int) -> Tensor:
-        """Return the gradient at this place, of zeros if there was none."""
+        """Return the gradient at this place, zeros if there was none."""
         parameter: Tensor = self._parameters[place]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
     def _checksums(self) -> list[tuple[list[int], Tensor]]:
-        # By value: `parameter.data.clamp_()` leaves no other trace.
+        # By value, since `parameter.data.clamp_()` leaves no other trace.
         return unread_checksums([p.detach() for p in self._parameters])
 
 
 def known(gradient: Tensor | None) -> Known:
-    """Return what tells later whether `gradient` is still the same, and untouched."""
+    """Return a record that shows later whether `gradient` is still the same, and unchanged."""
     return None if gradient is None else (weakref.ref(gradient), versions(gradient))
 
 
 def versions(tensor: Tensor) -> tuple[int, int]:
-    """Return the version of a tensor, and of this rank's part of it: some operations count one of them only."""
+    """Return the version of a tensor, and of this rank's part of it: some operations count only in one of them."""
     if type(tensor) is Tensor:
         return tensor._version, tensor._version
     return tensor._version, _compat.local_part(tensor)._version
 
 
 def is_known(gradient: Tensor | None, known: Known) -> bool:
-    """Whether `gradient` is what it was when `known` was made."""
+    """Whether `gradient` is the same, and unchanged, since `known` was made."""
     if gradient is None or known is None:
         return gradient is None and known is None
     reference, before = known

@@ -1,10 +1,9 @@
-"""Objects of kinds that do not go over the store: they go over the process group, pickled, as in torch's own.
+"""Objects of types that cannot go over the channel: they go over the process group, pickled, as torch's own do.
 
-Whoever is in the process group is trusted, as torch trusts it: its object collectives unpickle, too. All ranks of
-the group enter, those that have joined in answer to a record that says so, and never between the begin of a
-backward and its last bucket.
+The processes of the group are trusted, as torch trusts them: its object collectives unpickle, too. All ranks of the
+group take part, joined ones when a record announces it, and never between the start of a backward and its last bucket.
 
-The contents travel as bytes of CPU tensors, or over the device of a group that sends no CPU tensors.
+The contents are sent as bytes of CPU tensors, or over the device of a group that sends no CPU tensors.
 """
 
 import io
@@ -22,7 +21,7 @@ from torch_join._handover import transfer as _transfer
 
 
 class _Pickler(pickle.Pickler):
-    """Takes tensors from an accelerator: they come to the reader's own, not to the one of the same number."""
+    """Pickles accelerator tensors so that they go to the reader's own device, not to the one of the same number."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
@@ -36,11 +35,11 @@ def _at_home(tensor: Tensor, kind: str, requires_grad: bool) -> Tensor:
 
 @closed("apart")
 class Apart(NamedTuple):
-    """Stands in a record for what comes after it, over the process group."""
+    """Stands in a record for an object that follows it, over the process group."""
 
 
 def pack(value: Any, what: str) -> bytes:
-    """Pickle `value`, before others are told that it comes.
+    """Pickle `value`, before it is announced to others.
 
     Raises:
         JoinTypeError: It cannot be pickled.
@@ -57,9 +56,9 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     """Return every rank's value, by rank; every rank of the group calls this at the same time.
 
     Args:
-        value: This rank's.
-        what: What that is, for an error.
-        group: The process group, by default the whole world; without one there is this rank alone.
+        value: This rank's value.
+        what: Its name in an error.
+        group: The process group, by default the whole world; without one there is only this rank.
 
     Raises:
         JoinTypeError: It cannot be pickled.
@@ -77,13 +76,13 @@ def broadcast(packed: bytes | None, source: int, group: dist.ProcessGroup | None
     """Return the value that the source has packed; every rank of the group calls this at the same time.
 
     Args:
-        packed: What `pack` has returned, on the source.
+        packed: The result of `pack`, on the source.
         source: The source's rank in `group`.
         group: The process group, by default the whole world.
-        nbytes: How many bytes that is, if all ranks know.
+        nbytes: Its size, if all ranks know it.
     """
     group = group or cast(dist.ProcessGroup, dist.group.WORLD)
-    # Torch's `broadcast_object_list` takes numpy to do it, which may not be there.
+    # Torch's `broadcast_object_list` needs numpy, which may not be installed.
     if nbytes is None:
         size = torch.tensor([len(packed or b"")], device="cpu")
         _transfer.broadcast_flat(size, source, group)

@@ -1,11 +1,11 @@
-"""What is handed over of an optimizer, and of the optimizers that it wraps (as Lookahead and SAM do).
+"""The handover of an optimizer, and of the optimizers that it wraps (as Lookahead and SAM do).
 
-Of each of them: hyperparameters of every group, the parameters themselves (which no given model may hold, as
-fp32 master weights), the state of every parameter. Of a sharded one (ZeroRedundancyOptimizer) no state,
-because each rank owns a shard. And where a class has a state dict of its own, whatever that returns.
+For each of them: the hyperparameters of every group, the parameters themselves (which no given model may hold, such as
+fp32 master weights), the state of every parameter. For a sharded one (ZeroRedundancyOptimizer) no state, because each
+rank owns a shard. And if a class has its own state dict, the contents of that.
 
-Tensors and containers keep their identity: others may hold them. torch's `load_state_dict` puts new ones in
-their places, and casts the tensors; so what it loads is put into the old ones afterwards.
+Tensors and containers keep their identity, as other objects may hold them. torch's `load_state_dict` replaces them, and
+casts the tensors; so the loaded values are copied into the old ones afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,17 @@ _CONTAINERS = ("state", "param_groups")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether `value` is an optimizer, of torch or something like it."""
+    """Whether `value` is an optimizer, torch's or a similar object."""
     return isinstance(value, Optimizer) or (has_groups(value) and has_state(value))
 
 
 def has_groups(value: Any) -> bool:
-    """Whether `value` has parameter groups; a mock, which has an attribute of every name, has none."""
+    """Whether `value` has parameter groups; a mock, which has an attribute of every name, does not."""
     return isinstance(getattr(value, "param_groups", None), (list, tuple))
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
-    """Return `optimizer` and those that it holds in attributes, and so on; a sharded one stands for its shards."""
+    """Return `optimizer` and, recursively, those in its attributes; a sharded one stands for its shards."""
     found = [optimizer]
     for one in found:  # it grows meanwhile
         held = () if _compat_state.is_sharded(one) else list(vars(one).values())
@@ -77,7 +77,7 @@ def _capture(optimizer: Any, capture: Capture, name: str) -> dict[str, Any]:
 
 
 def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name: str) -> None:
-    """Put what was captured into an optimizer and those that it wraps."""
+    """Restore an optimizer, and those that it wraps, from captured values."""
     found = with_wrapped(optimizer)
     if len(found) != len(captured.hints["sizes"]):
         raise JoinValueError(
@@ -90,7 +90,7 @@ def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name
     for one, state in zip(found, captured.state, strict=True):
         restore.places |= dict(_places(one))
         _restore(state, one, restore, name, actions)
-    # After the tensors themselves, so that the state dicts share them and need no memory of their own.
+    # After the tensors themselves, so that the state dicts share them and need no extra memory.
     loads = [
         (one, restore.value(state["own"], one.state_dict(), f"{name}.state_dict()", reuse=False))
         for one, state in zip(found, captured.state, strict=True)
@@ -100,7 +100,7 @@ def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name
     def act() -> None:
         for action in actions:
             action()
-        if loads:  # some expect a state of the right form, and get the right one
+        if loads:  # some need a state of the right form first, and then get the right values
             _load(found, loads)
             for action in actions:
                 action()
@@ -134,7 +134,7 @@ def _restore(
 
 
 def _load(optimizers: list[Any], loads: list[tuple[Any, Any]]) -> None:
-    """Load state dicts, and put the old containers back wherever there are new ones: they may be shared."""
+    """Load state dicts, and put the old containers back in place of new ones: they may be shared."""
     before = [{name: vars(one)[name] for name in _CONTAINERS if name in vars(one)} for one in optimizers]
     for one, state in loads:
         one.load_state_dict(state)
@@ -162,13 +162,13 @@ def _places(optimizer: Any) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _group_lists(optimizer: Any) -> list[list[dict[str, Any]]]:
-    # A sharded optimizer takes its hyperparameters from its own groups, and the other way round, at each step.
+    # A sharded optimizer copies hyperparameters between its own groups and the inner ones at each step.
     inner = [optimizer.optim.param_groups] if _compat_state.is_sharded(optimizer) else []
     return [optimizer.param_groups, *inner]
 
 
 def _states(optimizer: Any, local: frozenset[int]) -> Iterator[tuple[Any, Any, torch.device | None]]:
-    """Yield a name that all ranks share, the key in `state`, and the device for every entry there may be."""
+    """Yield a name that all ranks share, the key in `state`, and the device for every possible entry."""
     if _compat_state.is_sharded(optimizer) or not isinstance(getattr(optimizer, "state", None), dict):
         return
     for place, parameter in _places(optimizer):

@@ -1,7 +1,7 @@
-"""Values that hang on the things given to `Join` and that no state dict needs to contain.
+"""Values that are attached to the objects passed to `Join` and that no state dict needs to contain.
 
-Attributes of modules, optimizers (and the state of those that they wrap), schedulers and other objects with a
-state. Nobody knows what they mean: whether one should be the same on all ranks only shows in that it was.
+These are attributes of modules, optimizers (and the state of those that they wrap), schedulers and other objects with a
+state. Their meaning is unknown: whether one should be equal on all ranks can only be concluded if it was.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from torch_join._handover.state import has_state
 _PLAIN = (bool, int, float, complex, str, type(None))
 DEPTH = 4
 _ITEMS = 256  # of one container
-_VALUES = 2**12  # of one attribute: more is a dataset too, whose every value would be named
+_VALUES = 2**12  # of one attribute: more is a dataset too, and each value would be named
 _ELEMENTS = 2**24  # of one tensor: more is a dataset
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -31,9 +31,9 @@ def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[st
     """Yield the name and the value of each, which is a tensor or a plain value.
 
     Args:
-        thing: What was given.
+        thing: An object passed to `Join`.
         name: Its name.
-        local: The `id` of each parameter whose state is each rank's own.
+        local: The `id` of each parameter whose state each rank keeps for itself.
     """
     if isinstance(thing, nn.Module):
         yield from _of_module(thing, name)
@@ -59,8 +59,8 @@ def _of_module(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    is_torchs = type(thing).__module__.startswith("torch.")  # what it needs is in its state dict
-    # A default of its class counts as well: loading a state sets it on the instance.
+    is_torchs = type(thing).__module__.startswith("torch.")  # its state dict is complete
+    # A default in its class counts as well: loading a state sets it on the instance.
     defaults = {
         key: value
         for base in reversed(type(thing).__mro__)
@@ -75,7 +75,7 @@ def _of_object(thing: Any, name: str, hidden: Iterable[str]) -> Iterator[tuple[s
 
 
 def values_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each in a value of any kind, down to a depth."""
+    """Yield the names and values inside a value of any type, down to a depth."""
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, Tensor):
@@ -95,19 +95,19 @@ def values_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield f"len({name})", len(value)
         for index, item in enumerate(list(value)[:_ITEMS]):
             yield from values_in(item, f"{name}[{index}]", depth - 1)
-    elif depth and isinstance(value, nn.Module):  # one that is no submodule: in a list, or of an object
+    elif depth and isinstance(value, nn.Module):  # not a submodule: in a list, or of another object
         if not is_metric(value):
             yield from ((f"{name}.{key}", p) for key, p in value.named_parameters() if flaw(p) is None)
-    # The position of a loader or of a sampler is each rank's own.
+    # Each rank has its own position in a loader or a sampler.
     elif depth and has_state(value) and not (is_optimizer(value) or hasattr(value, "__iter__")):
         yield from values_in(value.state_dict(), f"{name}.state_dict()", depth - 1)
     elif (memory := _memory(value)) is not None and memory.nbytes <= _ELEMENTS and "O" not in memory.format:
-        data = memory.tobytes() + b"."  # `frombuffer` takes nothing empty
+        data = memory.tobytes() + b"."  # `frombuffer` refuses empty data
         yield name, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _memory(value: Any) -> memoryview | None:
-    """Return the contents of bytes and of arrays, those of numpy too, which may not be there."""
+    """Return the contents of bytes and of arrays, including those of numpy, which may not be installed."""
     try:
         return memoryview(value)
     except (TypeError, ValueError, BufferError):

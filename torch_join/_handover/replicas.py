@@ -1,8 +1,8 @@
-"""What is handed over of each kind of object: how it is captured on the source and restored elsewhere.
+"""The handover of each kind of object: how it is captured on the source and restored elsewhere.
 
-model        parameters, buffers (also those outside the state dict), extra state, what is frozen or in training
+model        parameters, buffers (also those outside the state dict), extra state, frozen and training flags
 optimizer    see `optimizers.py`
-LR scheduler, GradScaler, anything else    what its `state_dict` returns
+LR scheduler, GradScaler, anything else    the contents of its `state_dict`
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     Attributes:
         name: The kind.
         capture: Turns such an object into `Captured`; the string names it in errors.
-        restore: Puts that into the object of another rank.
+        restore: Loads that into another rank's object.
     """
 
     name: str
@@ -46,7 +46,7 @@ def kind_of(value: Any) -> Kind:
     """Return how `value` is handed over.
 
     Raises:
-        JoinTypeError: It is of no kind that can be.
+        JoinTypeError: It is of no kind that can be handed over.
     """
     for kind, accepts in KINDS.items():
         if accepts(value):
@@ -56,7 +56,7 @@ def kind_of(value: Any) -> Kind:
 
 def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
-    places = {kind: place for place, kind in enumerate(KINDS)}  # what others build on comes before them
+    places = {kind: place for place, kind in enumerate(KINDS)}  # objects come before those that depend on them
     ordered = sorted(objects, key=lambda value: places[kind_of(value)])
     kinds = [kind_of(value).name for value in ordered]
     return [
@@ -70,7 +70,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def ignored_parameters(objects: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the parameters that the DDP models among `objects` leave to each rank, by name."""
+    """Return the parameters that the DDP models among `objects` ignore, by name."""
     models = [model for model in objects if isinstance(model, DistributedDataParallel)]
     return {
         f"model {index} ({type(model.module).__name__}): {name}": p
@@ -85,7 +85,7 @@ def _named_tensors(model: nn.Module, local: frozenset[int]) -> tuple[dict[str, T
     keeps_buffers = False
     if isinstance(model, DistributedDataParallel):
         ignored, keeps_buffers = model.parameters_to_ignore, not model.broadcast_buffers
-    # Under all its names: what is one tensor on the source may be two elsewhere.
+    # Under all its names: one tensor on the source may be two tensors elsewhere.
     parameters: Any = _inner(model).named_parameters(remove_duplicate=False)
     buffers = () if keeps_buffers else _inner(model).named_buffers(remove_duplicate=False)
     return {n: p for n, p in parameters if id(p) not in local}, {n: b for n, b in buffers if n not in ignored}
@@ -143,7 +143,7 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
 
 
 def set_own(module: nn.Module, name: str, buffer: Tensor, persistent: bool) -> None:
-    """Set a buffer of a module, or register it where there is none."""
+    """Set a buffer of a module, or register it if there is none."""
     if hasattr(module, name):
         setattr(module, name, buffer)
     else:
@@ -160,7 +160,7 @@ def _capture_state(value: Any, capture: Capture, name: str) -> Captured:
 
 
 def _restore_state(captured: Captured, value: Any, restore: Restore, name: str) -> None:
-    # What `state_dict` returns may be shared with anything, so its tensors are not written to.
+    # The contents of a `state_dict` may be shared with anything, so its tensors are not written to.
     state = restore.value(captured.state, value.state_dict(), f"{name}.state_dict()", reuse=False)
     restore.later(lambda: value.load_state_dict(state))
 

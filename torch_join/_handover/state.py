@@ -1,8 +1,8 @@
 """State as a tree of plain values in which numbered slots stand for the tensors.
 
-`Capture` turns live state into such a tree, which can be pickled whatever the tensors' size;
-`Restore` turns the tree back into values on another rank, with that rank's own tensors in the slots
-where they fit and new ones where they do not. The tensors' contents travel apart from it.
+`Capture` turns live state into such a tree, which can be pickled regardless of the tensors' size; `Restore` turns the
+tree back into values on another rank, with that rank's own tensors in the slots if they fit and new ones otherwise. The
+tensors' contents are sent separately.
 """
 
 import io
@@ -22,7 +22,7 @@ from torch_join._base.pytree import Keep, Nested, Pickled, Place, Slot
 from torch_join._base.specs import TensorSpec, flaw
 
 MISSING: Any = object()
-# What a state may refer to without it being a part of the state: every rank keeps its own.
+# Objects that a state may refer to without containing them: every rank keeps its own.
 _REFERENCES: tuple[type, ...] = (
     *(Optimizer, nn.Module, weakref.ReferenceType),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
@@ -40,13 +40,13 @@ class Capture:
     """Turns live state into a tree and collects the tensors.
 
     Args:
-        canonical: Whether equal values must have equal trees: for comparing, such a tree cannot be restored.
-        local: The `id` of each parameter that every rank keeps its own of, and of its state.
+        canonical: Whether equal values must have equal trees: for comparisons; such a tree cannot be restored.
+        local: The `id` of each parameter that every rank keeps for itself, with its state.
 
     Attributes:
-        specs: What the tensors are, by slot.
+        specs: The descriptions of the tensors, by slot.
         tensors: The tensors themselves, by slot.
-        places: Where the parameters are that may be keys of dictionaries, by `id`.
+        places: The places of parameters that may be keys of dictionaries, by `id`.
     """
 
     def __init__(self, canonical: bool = False, local: frozenset[int] = frozenset()) -> None:
@@ -58,7 +58,7 @@ class Capture:
         self._slots: dict[int, Slot] = {}
 
     def tensor(self, tensor: Tensor, path: str) -> Slot:
-        """Return the slot of `tensor`: one for each tensor, however often it occurs.
+        """Return the slot of `tensor`, the same one each time that it occurs.
 
         Raises:
             JoinTypeError: Its contents cannot be copied as bytes.
@@ -75,7 +75,7 @@ class Capture:
         """Return the tree of `value`; `path` names it in errors.
 
         Raises:
-            JoinTypeError: Something in `value` can be neither sent nor kept.
+            JoinTypeError: A part of `value` can be neither sent nor kept.
         """
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -124,12 +124,12 @@ class Restore:
     """Turns trees back into values whose tensors are still to be filled.
 
     Args:
-        specs: What the tensors are, by slot.
+        specs: The descriptions of the tensors, by slot.
         local: As for `Capture`.
 
     Attributes:
-        specs: What the tensors are, by slot.
-        targets: The tensors that are to receive the contents of each slot.
+        specs: The descriptions of the tensors, by slot.
+        targets: The tensors that receive the contents of each slot.
         places: The parameters that may be keys of dictionaries, by place.
     """
 
@@ -142,16 +142,16 @@ class Restore:
         self._later: list[Callable[[], Any]] = []
 
     def later(self, action: Callable[[], Any]) -> None:
-        """Do `action` once the tensors are filled."""
+        """Run `action` once the tensors are filled."""
         self._later.append(action)
 
     def finish(self) -> None:
-        """Do what was put off until the tensors are filled."""
+        """Run the actions that were put off until the tensors are filled."""
         for action in self._later:
             action()
 
     def tensor(self, slot: Slot, own: Any = MISSING, device: torch.device | None = None) -> Tensor:
-        """Return the tensor for `slot`: `own` where that fits, else a new one (on `device`)."""
+        """Return the tensor for `slot`: `own` if it fits, else a new one (on `device`)."""
         spec, targets = self.specs[slot.index], self.targets[slot.index]
         # One tensor cannot hold two contents: it stays with the slot that came first.
         if spec.fits(own) and self._owners.setdefault(id(own), slot.index) == slot.index:
@@ -164,10 +164,10 @@ class Restore:
         return targets[0]
 
     def parameter(self, slot: Slot, own: Tensor, is_trained: bool, path: str) -> None:
-        """Have a parameter of this rank's filled, and frozen or not as on the source.
+        """Have one of this rank's parameters filled, and frozen or unfrozen as on the source.
 
         Raises:
-            JoinValueError: It is of another shape or type than there.
+            JoinValueError: It has another shape or type than there.
         """
         if self.tensor(slot, own) is not own:
             raise JoinValueError(f"{path} is {TensorSpec.of(own)} here and {self.specs[slot.index]} on the source.")
@@ -178,10 +178,10 @@ class Restore:
         """Return the value of `tree`.
 
         Args:
-            tree: What `Capture.tree` returned on the source.
+            tree: The result of `Capture.tree` on the source.
             own: This rank's value at the same place, or `MISSING`.
             path: Its name in errors.
-            device: Where new tensors of its type go.
+            device: The device for new tensors of its type.
             reuse: Whether `own`'s tensors may be written to.
 
         Raises:
@@ -233,7 +233,7 @@ class _Pickler(pickle.Pickler):
             self.slots.append(self._capture.tensor(value, self._path).index)
             return len(self.slots) - 1
         if isinstance(value, (Optimizer, LRScheduler, nn.Module)):
-            # A copy of it would come to life on the other ranks, next to their own.
+            # A copy of it would appear on the other ranks, next to their own.
             raise JoinTypeError(
                 f"{self._path} refers to a {type(value).__name__}, which cannot be sent. Leave it out of the"
                 " state dict."

@@ -1,9 +1,9 @@
-"""Sends the contents of tensors: those of one rank to all others, or rows of all ranks, a bucket at a time.
+"""Sends the contents of tensors, one rank's to all others, or rows of all ranks, a bucket at a time.
 
-Everything travels as bytes, so that every dtype arrives bit for bit. A large tensor is sent from its
-own memory and received into it; small ones are packed into a bucket. Besides that bucket only a large
-tensor that is not laid out alike on all ranks takes memory, while it is under way. (DDP's own packing,
-`broadcast_coalesced`, keeps two buckets, copies large tensors too, and writes to the source's.)
+Everything is sent as bytes, so that every dtype arrives bit for bit. A large tensor is sent from its own memory and
+received into it; small ones are packed into a bucket. Besides that bucket only a large tensor whose layout differs
+between ranks takes extra memory, while it is being sent. (DDP's own packing, `broadcast_coalesced`, keeps two buckets,
+copies large tensors too, and writes to the source's.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from torch_join._base.devices import device_of
 from torch_join._base.specs import TensorSpec, copied_bytes, storage_view
 
 BUCKET_BYTES = 25 * 2**20
-# From here on a broadcast of its own costs less than copying into a bucket and out of it.
+# From this size on, a separate broadcast costs less than copying into a bucket and out of it.
 _LARGE = 4 * 2**20
 _ALIGNMENT = 16  # bytes: the size of the largest element
-_WITH_SPECS = 2**18  # bytes: up to here a broadcast costs more than another copy
+_WITH_SPECS = 2**18  # bytes: up to this size, another copy costs less than a broadcast
 Bucket = Sequence[tuple[TensorSpec, Sequence[Tensor]]]
 
 
@@ -30,8 +30,8 @@ def broadcast(
     """Fill tensors with the contents of the source's; every rank calls this at the same time.
 
     Args:
-        specs: What the source's tensors are, the same on every rank.
-        tensors: For each of them this rank's tensors: on the source the one, elsewhere those to fill.
+        specs: The descriptions of the source's tensors, the same on every rank.
+        tensors: For each of them this rank's tensors: on the source just one, elsewhere those to fill.
         source: The source's rank in `group`.
         group: The process group, by default the whole world.
     """
@@ -42,10 +42,10 @@ def broadcast(
 
 
 def pack(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> bytes | None:
-    """Return the contents of a few small tensors, to be sent with the specs; `None` where `broadcast` is to send them.
+    """Return the contents of a few small tensors, to send with the specs; `None` if `broadcast` is to send them.
 
     Args:
-        specs: What they are.
+        specs: Their descriptions.
         tensors: The source's tensors.
     """
     if any(spec.device != "cpu" for spec in specs) or sum(_aligned(spec.nbytes) for spec in specs) > _WITH_SPECS:
@@ -55,7 +55,7 @@ def pack(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> bytes | None
 
 
 def unpack(data: bytes, specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]]) -> None:
-    """Fill tensors with what `pack` has returned on the source; see `broadcast`."""
+    """Fill tensors from the result of `pack` on the source; see `broadcast`."""
     if bucket := _filled(specs, tensors):
         _unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
 
@@ -88,7 +88,7 @@ def _broadcast_bucket(bucket: Bucket, source: int, group: dist.ProcessGroup) -> 
     if len(bucket) == 1 and (memory := _memory(tensors[0], spec)) is not None:
         broadcast_flat(memory, source, group)
         if dist.get_rank(group) != source:
-            torch.autograd.graph.increment_version(tensors[0])  # autograd knows nothing of a broadcast
+            torch.autograd.graph.increment_version(tensors[0])  # autograd does not notice a broadcast
             _copy_to_others(tensors)
         return
     if dist.get_rank(group) == source:
@@ -100,7 +100,7 @@ def _broadcast_bucket(bucket: Bucket, source: int, group: dist.ProcessGroup) -> 
 
 
 def _size(bucket: Bucket) -> int:
-    # One tensor travels as it would from its own memory, because elsewhere it may.
+    # A single tensor is sent without padding, as from its own memory, since other ranks may receive it there.
     return sum(_aligned(spec.nbytes) for spec, _ in bucket[:-1]) + bucket[-1][0].nbytes
 
 
@@ -114,7 +114,7 @@ def _packed(bucket: Bucket) -> Tensor:
 
 def _unpack(packed: Tensor, bucket: Bucket) -> None:
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
-        # Where only the source repeats elements in memory, copying repeats them.
+        # If only the source repeats elements in memory, copying repeats them.
         storage_view(tensors[0], spec).copy_(piece.view(spec.dtype).view(spec.storage_shape))
         _copy_to_others(tensors)
 
@@ -127,7 +127,7 @@ def _pieces(packed: Tensor, bucket: Bucket) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor, spec: TensorSpec) -> Tensor | None:
-    """Return the bytes of `tensor`, if they lie in memory as they travel, and are worth a broadcast of their own."""
+    """Return the bytes of `tensor`, if its memory has the order in which they are sent, and is worth a broadcast."""
     view = storage_view(tensor, spec)
     alike = view.shape == spec.storage_shape and view.is_contiguous() and not view.is_conj() and not view.is_neg()
     return view.view(-1).view(torch.uint8) if spec.nbytes >= _LARGE and alike else None
@@ -143,10 +143,10 @@ def _aligned(size: int) -> int:
 
 
 def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
-    """Return where tensors on a kind of device have to be for the group to send them, `None` for where they are.
+    """Return the device from which the group can send tensors of another kind of device; `None` for their own.
 
     A job with NCCL alone sends no CPU tensors. A gloo group for these would have to be made late, which fails on
-    clusters whose hosts' names resolve to loopback addresses.
+    clusters whose host names resolve to loopback addresses.
     """
     served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     if kind in served:
@@ -156,7 +156,7 @@ def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
 
 
 def broadcast_flat(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Fill a tensor of one dimension with the source's, which has the same dtype and size."""
+    """Fill a one-dimensional tensor with the source's, which has the same dtype and size."""
     place = carrier(flat.device.type, group)
     if place is None:
         dist.broadcast(flat, group_src=source, group=group)
@@ -171,7 +171,7 @@ def broadcast_flat(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
 def collect(
     data: Tensor | None, sizes: Sequence[int], group: dist.ProcessGroup | None, to: int | None = None
 ) -> list[bytes]:
-    """Return what each rank has packed, of so many bytes, or nothing on a rank that does not get it."""
+    """Return each rank's packed bytes, of these sizes; empty on a rank that does not receive them."""
     found = [bytearray() for _ in sizes]
     for rank, _, piece in exchange(data, 1, sizes, group, to):
         found[rank] += copied_bytes(piece.cpu().contiguous())
@@ -186,18 +186,18 @@ def exchange(
     to: int | None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Send rows of bytes to one rank, or to all; all ranks go through this to its end.
+    """Send rows of bytes to one rank, or to all; all ranks iterate to the end.
 
     Args:
         data: This rank's rows, of shape (rows, `width`); `None` if it has none.
-        width: How many bytes a row has.
-        counts: How many rows each rank has.
+        width: The number of bytes in a row.
+        counts: Each rank's number of rows.
         group: The process group.
-        to: The rank that gets them; `None`: all do.
-        device: Where the rows are, by default on the CPU.
+        to: The rank that receives them; `None`: all do.
+        device: The device of the rows, by default the CPU.
 
     Yields:
-        A rank, the number of its first row, and that and the next ones; nothing on a rank that does not get them.
+        A rank, the number of its first row in the piece, and the rows; nothing on a rank that does not receive them.
     """
     device = device or torch.device("cpu")
     if data is None:

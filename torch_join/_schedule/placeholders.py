@@ -218,7 +218,7 @@ class WeighedLosses:
         self._own_backward(tensors, grad_tensors, *args, **kwargs)
 
     def _refuse_zero_bubble(self) -> None:
-        """Refuse a pipeline's schedule that splits backwards: it asks for gradients in a way that knows no weight."""
+        """Refuse a pipeline's schedule that splits backwards: it computes gradients in a way that has no weights."""
         if self.factor != 1.0:
             raise UnsupportedError(
                 "A pipeline's schedule of zero bubbles, with placeholder=, in a step in which this rank's loss does not"
@@ -263,7 +263,7 @@ class WeighedLosses:
 
     @property
     def holds_gradients(self) -> bool | None:
-        """Whether there are gradients that no given optimizer has stepped with; `None`: without one, nobody knows."""
+        """Whether there are gradients that no given optimizer has stepped with; `None`: without one, it is unknown."""
         if not (self._has_accumulated and self._given_optimizers):
             return None if self._has_accumulated else False
         groups = [group for optimizer in self._given_optimizers for group in optimizer.param_groups]
