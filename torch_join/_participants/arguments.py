@@ -1,4 +1,4 @@
-"""What `Join` is given, checked before anything is done with it."""
+"""Checks of the arguments of `Join`, before anything is done with them."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ def listed(joinables: Any) -> list[Any]:
     """Return `joinables` as a list.
 
     Raises:
-        JoinTypeError: It is one thing, such as a model, and no sequence of things.
+        JoinTypeError: It is a single object, such as a model, and not a sequence.
     """
-    # Some modules can be iterated over, and then give their layers.
+    # Some modules can be iterated over, and then yield their layers.
     if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
         raise JoinTypeError(
             f"What takes part is given as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler],"
@@ -36,7 +36,7 @@ def listed(joinables: Any) -> list[Any]:
 
 
 def check_given(joinables: Sequence[Any]) -> None:
-    """Raise if nothing is given, or something that is no joinable although it has a state.
+    """Raise if there is no joinable, or an object with a state that cannot be one.
 
     Raises:
         JoinValueError: `joinables` is empty.
@@ -65,11 +65,11 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
 
     Args:
         options: The keyword arguments that go to every `join_hook`.
-        joinables: What is given.
+        joinables: The joinables.
 
     Raises:
-        JoinTypeError: No joinable's hook takes an option; or one could, since it takes anything, but the name is that
-            of an argument of `Join` with a slip.
+        JoinTypeError: No joinable's hook takes an option; or one takes anything, but the name looks like a misspelt
+            argument of `Join`.
     """
     custom = [thing for thing in joinables if isinstance(thing, Joinable) and not _is_torchs(thing)]
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
@@ -87,10 +87,10 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
 
 
 def refuse_misspelt(*names: str) -> None:
-    """Raise if a name is that of an argument of `Join` with a slip: what takes anything would swallow it.
+    """Raise if a name looks like a misspelt argument of `Join`: a hook that takes anything would swallow it.
 
     Raises:
-        JoinTypeError: It is.
+        JoinTypeError: It does.
     """
     for name, own in product({*names}.difference(_all), _all):
         if _is_slip(name, own):
@@ -98,9 +98,9 @@ def refuse_misspelt(*names: str) -> None:
 
 
 def _is_slip(name: str, own: str) -> bool:
-    """Whether two letters of `own` have changed places, or one is another, missing or too many.
+    """Whether `name` is `own` with two letters swapped, or one letter changed, missing or too many.
 
-    What is a word of its own is none, since somebody's hook may take it: `enabled`, `timeouts`, `audio`.
+    A different word does not count, since a user's hook may take it: `enabled`, `timeouts`, `audio`.
     """
     shorter = min(len(name), len(own))
     begin = next((i for i in range(shorter) if name[i] != own[i]), shorter)
@@ -118,7 +118,7 @@ def _misspelt(name: str, meant: str) -> JoinTypeError:
 
 
 def common_group(joinables: Sequence[Any]) -> Any:
-    """Return the process group of all that have one; a joinable of this package has one if it was given one.
+    """Return the common process group of joinables that have one; this package's have one only if they were given it.
 
     Raises:
         JoinValueError: They have different ones.

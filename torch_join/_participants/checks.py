@@ -1,4 +1,4 @@
-"""What `Join` refuses when it is made, since it would train wrongly or wait for ever."""
+"""Objects that `Join` refuses when it is made, since training would be wrong or wait for ever."""
 
 import sys
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat
 
-# Modules whose classes shard a model, or an optimizer's state, by collectives of their own. Of these DeepSpeed's were
-# seen (0.19.8).
+# Modules whose classes shard a model, or an optimizer's state, by their own collectives. DeepSpeed's were seen in
+# 0.19.8.
 _SHARDING = (
     *("deepspeed.runtime.zero", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.pipe"),
     *("fairscale.nn.data_parallel", "fairscale.optim.oss", "megatron.core.optimizer.distrib_optimizer"),
@@ -25,7 +25,7 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
 
     Raises:
         UnsupportedError: It is a `DataParallel`, or holds a `DistributedDataParallel` that is not itself among
-            `joinables`; or it is trained by post-local SGD; or something other than torch shards it.
+            `joinables`; or it is trained by post-local SGD; or another package than torch shards it.
     """
     name = type(thing).__name__
     modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
@@ -40,7 +40,7 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
             " joined has nothing to take part in. Use DistributedDataParallel."
         )
-    local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # it takes long to import
+    local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # importing it takes long
     averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
     if averages_later or isinstance(thing, local_sgd):
         raise UnsupportedError(
@@ -58,7 +58,7 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
 
 
 def _sharded_elsewhere(thing: Any, modules: Sequence[nn.Module]) -> str:
-    """Return what shards `thing`, which has these modules, if that is not torch, else nothing."""
+    """Return what shards `thing`, which has these modules, unless that is torch; else an empty string."""
     if callable(stage := getattr(thing, "zero_optimization_stage", None)) and (number := stage()):
         return f"ZeRO stage {number}"
     if any(hasattr(parameter, "ds_id") for parameter in _compat.parameters_of(modules)):

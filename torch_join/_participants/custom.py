@@ -1,4 +1,4 @@
-"""A `Joinable` of the user's own, written against torch's documentation."""
+"""A user's own `Joinable`, written according to torch's documentation."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ class CustomParticipant(Participant):
         self.renew()
 
     def renew(self) -> None:
-        """Take a new hook."""
+        """Get a new hook."""
         self._hook = self.joinable.join_hook(**self._options)
 
     def enter(self) -> None:

@@ -1,9 +1,9 @@
 """A DDP model: its forward and backward are announced, and shadowed by zero-gradient passes.
 
-Announced are each forward (with its grad mode and whether it will sync) and, once per backward and
-model, the moment before DDP sees the model's first gradient: a prehook on the parameters' gradient
-accumulators fires exactly then. A node on the model's outputs would not do: it fires for a gradient
-penalty's `autograd.grad` too, and misses L2 terms on the parameters.
+Announced are each forward (with its grad mode and whether it will sync) and, once per backward and model, the moment
+before DDP sees the model's first gradient: a prehook on the parameters' gradient accumulators fires exactly then. A
+node on the model's outputs would not do: it also fires for a gradient penalty's `autograd.grad`, and misses L2 terms on
+the parameters.
 """
 
 import math
@@ -51,15 +51,15 @@ class ModelParticipant(ShadowedSteps, LoopModel):
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
 
     is_model = in_pieces = True
-    meets = True  # its forward is where ranks in a plain loop meet
+    meets = True  # whether ranks in a plain loop meet at its forward
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(driver, index, ddp)
         self._others = OtherVerdicts(driver, index)
         self._has_met = True  # whether it was known, in its last forward, who is active
         self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last deferred forward
-        self._factor = 1.0  # what to multiply its gradients with
-        self._beginning = threading.Lock()  # for several devices the engine has several threads
+        self._factor = 1.0  # for its gradients
+        self._beginning = threading.Lock()  # autograd has several threads for several devices
         self._second_backward = SecondBackward(self._parameters)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._watch = Watch(self._parameters)
@@ -74,7 +74,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
         self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
-        # What is left of a loop before this `with` may be an average, or this rank's share of one.
+        # Gradients left by a loop before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
         self.accumulates = self._shadow.accumulated = left
         self.remember()
@@ -119,12 +119,12 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         if _compat.backward_in_progress() == -1:
             self._pieces.before_forward()
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
-        # The joined ranks, and this one, need not know of each other in a forward without collectives: but in the
-        # second one, which may not be followed by a backward either.
+        # In a forward without collectives, the joined ranks and this one need not know of each other; but they do in
+        # the second one, since the first may have had no backward.
         deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
         if first.decides:
             first.check_fired()
-        # Of a window's micro-batches ranks may have different numbers: they have in common what has collectives.
+        # Ranks may have different numbers of micro-batches in a window: only those with collectives are common to all.
         syncs_buffers = self.ddp.require_forward_param_sync and _compat.broadcasts_buffers(self.ddp)
         is_alone = deferred or (grad and _compat.has_rebuilt_buckets(self.ddp) and not syncs_buffers)
         if self.meets:
@@ -146,8 +146,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         buffer_source, self._buffer_source = self._buffer_source, self.members.leader
         if not self.tail_log.meet():
             return
-        # The newest buffers are the last leader's, but for those that this step has changed before its forward, without
-        # that rank: of these the leader's are sent after them.
+        # The last leader has the newest buffers, except those that this step has changed before its forward, without
+        # that rank: for these, the current leader's are sent afterwards.
         sources = [*dict.fromkeys((buffer_source, self.members.leader))]
         if not self.ddp.require_forward_param_sync or sources == [0]:
             sources = []
@@ -160,14 +160,14 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             self.tail_log.announce_alone(self.index, "forward", forward)
         else:
             self.announce("forward", forward)
-        # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copies of it.)
+        # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copying it.)
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
         self._sync_from(sources)
 
     def before_handover(self) -> None:
-        # That rank may have come to the lead since the last forward, whose leader has the newest buffers.
+        # This rank may have become the leader since the last forward, whose leader has the newest buffers.
         source, self._buffer_source = self._buffer_source, self.members.leader
         if source != self.members.leader:
             self._sync_from([source, self.members.leader])
@@ -181,7 +181,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 buffer.data.copy_(its)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
-        # One that inference mode has made counts no versions. Whoever runs a forward in that mode makes it anew.
+        # A buffer made in inference mode counts no versions. A forward in that mode makes it anew.
         self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
     def _unknown_buffers(self) -> list[Tensor]:
@@ -191,10 +191,10 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return self._unknown_buffers() if self._buffers else []
 
     def _check_reduction_finished(self) -> None:
-        """Raise if DDP has not averaged all gradients of the last backward: its own error, or what has led to it.
+        """Raise if DDP has not averaged all gradients of the last backward: its own error, or the cause.
 
         Raises:
-            JoinError: That backward ended by an exception.
+            JoinError: An exception ended that backward.
         """
         try:
             _compat.check_reduction_finished(self.ddp)
@@ -226,7 +226,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
             self.rebind()
         outputs = _compat.differentiable(output)
-        driver = weakref.ref(self.driver)  # a loss that is kept keeps nothing of ours
+        driver = weakref.ref(self.driver)  # so that a loss that is kept does not keep our objects
         if self.ddp.require_backward_grad_sync:
             begins_backward = partial(_before_backward, driver, self.index, self.driver.loop_number)
             self._second_backward.forward(outputs, begins_backward)
@@ -235,8 +235,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 each.register_hook(partial(_accumulates, driver, self.index))  # type: ignore[no-untyped-call]
         if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
-        begins = weakref.WeakMethod(self._meet_or_remember)  # a loss that is kept keeps nothing of ours
-        for output in outputs:  # of which a loss may use any
+        begins = weakref.WeakMethod(self._meet_or_remember)  # so that a loss that is kept does not keep our objects
+        for output in outputs:  # a loss may use any of them
             output.register_hook(lambda gradient: (begin := begins()) and begin(gradient))
         if not outputs:
             self._watch.begin(self._before_gradient)
@@ -254,15 +254,15 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return _compat.has_rebuilt_buckets(self.ddp)
 
     def prepare(self) -> None:
-        # DDP's next forward would wait for a rank that leaves it out (a skipped batch), and waits itself, at its next
-        # meeting, for those who are in there.
+        # DDP's next forward would wait for a rank that skips it (a skipped batch), while that rank waits at its next
+        # meeting for the ranks in that forward.
         if not self.is_prepared:
             with self.tail_log.own_collectives():
                 if _compat.rebuild_buckets(self.ddp):
                     self.rebind()
 
     def rebind(self) -> None:
-        """Note that views of new buckets took the place of gradients."""
+        """Note that views of new buckets have replaced the gradients."""
         self._has_rebuilt = True
         self._gradients.rebind()
 
@@ -318,7 +318,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 self._pieces.check_nested()
             self._announce_deferred()
             runs = self._others.found(self._gradients, averages)
-            if not averages:  # what has been cleared now counts at the next one
+            if not averages:  # gradients cleared now count at the next one
                 self.tail_log.announce_alone(self.index, "gradients", runs)
             elif self.tail_log.in_pieces:
                 self._pieces.begin(self._end_backward)
@@ -331,7 +331,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         self._factor = self.members.loss_factor
 
     def _end_backward(self) -> None:
-        # A hook for communication may have had no collective, before which the pieces would have been told.
+        # A communication hook may have had no collective, before which the pieces would have been announced.
         self.announce("ended", hold=not _compat.has_comm_hook(self.ddp))
 
     # ------------------------------------------------------------ on a joined rank, and at the end
@@ -359,7 +359,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
         if deferred is not None and not self.members.last_joiner:
-            # DDP averages in the next backward, in whichever loop.
+            # DDP averages in the next backward, even of another loop.
             self.mirror("forward", (True, True, [], deferred, None))
         end = self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
@@ -370,17 +370,17 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return end
 
     def _settle(self, states: list[State], source: int, accumulates: bool) -> Callable[[], None]:
-        """Begin to clear, on every rank, what was cleared on the source, and to send what was changed there.
+        """Start to clear, on every rank, gradients cleared on the source, and to send those changed there.
 
         Args:
-            states: What has become of the source's gradients (on ranks that were active to the end: of their own).
-            source: The rank whose state all take.
-            accumulates: Whether the source is amid an accumulation: each rank then has its own share.
+            states: The states of the source's gradients (on ranks active to the end, their own states).
+            source: The rank whose state is handed over.
+            accumulates: Whether the source is in an unfinished accumulation: each rank then has its own share.
         """
         joined = self.members.rank != source and not self.members.last_joiner
         mine: list[int] = []
         if self.members.rank == source and not accumulates:
-            # A norm that is infinite does not tell whether they are unscaled.
+            # An infinite norm does not show whether they are unscaled.
             odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
             mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
         elif joined:
@@ -390,7 +390,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         everyone, accumulated = self.tail_log.channel.begin_gather(mine, of=list[int]), self.accumulates
 
         def end() -> None:
-            # All send the same, whatever each has seen.
+            # All send the same gradients, whatever each has found.
             changed = {index for found in everyone() for index in found}
             if joined:
                 self._gradients.follow(states, accumulated, None)

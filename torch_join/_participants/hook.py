@@ -1,4 +1,4 @@
-"""Callables of ours in users' objects."""
+"""Our callables in users' objects."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -17,27 +17,27 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @cache
 def _untraced() -> Callable[..., Any]:
-    # Made when it is needed: dynamo takes long to import, and torch's optimizers have done so by then.
+    # Made when it is needed: importing dynamo takes long, and torch's optimizers have imported it by then.
     return untraced(lambda call, args, kwargs: call(*args, **kwargs))
 
 
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls `call` where dynamo compiles nothing of it, not even a frame of ours around it.
+    """Return a callable for `call` that dynamo never compiles, not even as a frame of ours around it.
 
-    It takes longer to call than a `Hook`, and is for what is registered for all modules, or all optimizers, in a tail:
+    It is slower to call than a `Hook`, and is for callbacks registered for all modules, or all optimizers, in a tail:
     dynamo would compile a `Hook` anew for each type of module.
     """
     return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Hook:
-    """A callable that stays with its object: a copy or a pickle of that has another one in its place.
+    """A callable that stays with its object: a copy or a pickle of that object has a replacement.
 
-    `torch.compile` does not trace it: what ours do is between the ranks, and no part of a graph.
+    `torch.compile` does not trace it: our hooks act between ranks, and are no part of a graph.
 
     Args:
-        call: What to call.
-        copied: What copies have instead; a method of the object becomes the copy's own.
+        call: The function to call.
+        copied: The replacement in copies; a method of the object becomes the copy's own.
     """
 
     def __init__(self, call: Callable[..., Any], copied: Callable[..., Any] = _nothing) -> None:
@@ -46,7 +46,7 @@ class Hook:
         self._untraced = _untraced()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Where nothing is compiled, what keeps dynamo away would be most of what a hook costs in a step.
+        # If nothing is compiled, keeping dynamo away would be most of a hook's cost in a step.
         if torch.compiler.is_dynamo_compiling() or _compat.compiles_frames():
             return self._untraced(self._call, args, kwargs)
         return self._call(*args, **kwargs)
@@ -58,15 +58,15 @@ class Hook:
 def around_steps(
     optimizer: Any, send: Callable[[], AbstractContextManager[None]], is_quiet: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Call `send` right before an optimizer's steps, after its closure; what that opens is closed after the step.
+    """Call `send` right before an optimizer's steps, after its closure; its context closes after the step.
 
     Args:
         optimizer: The optimizer.
-        send: Tells joined ranks of the step, and returns what lets it go on.
-        is_quiet: Whether a step is one that nobody is told of.
+        send: Announces the step to joined ranks, and returns a context for it.
+        is_quiet: Whether a step is not announced.
 
     Returns:
-        What ends that.
+        A function that ends this.
     """
     stepping = ExitStack()
 

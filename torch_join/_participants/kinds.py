@@ -1,4 +1,4 @@
-"""Of which kind something is that was given to `Join`."""
+"""The kinds of objects passed to `Join`."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from torch_join._participants.clears import innermost_optimizer
 
 
 def holds_metrics(thing: Any) -> bool:
-    """Whether `thing` is a metric of torchmetrics, or computes something with some (a `MetricCollection`)."""
+    """Whether `thing` is a metric of torchmetrics, or computes something from metrics (a `MetricCollection`)."""
     if not isinstance(thing, nn.Module) or not callable(getattr(thing, "compute", None)):
         return False
     return any(_compat_metrics.is_metric(module) for module in thing.modules())
@@ -29,7 +29,7 @@ def is_sharded_model(thing: Any) -> bool:
 
 
 def _has_sharded(modules: Sequence[nn.Module]) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long
     if fsdp is None:
         return False
     kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
@@ -60,20 +60,20 @@ def refuse_engines(things: Iterable[Any]) -> None:
 
 def is_engine(thing: Any) -> bool:
     """Whether `thing` is a DeepSpeed engine."""
-    deepspeed = sys.modules.get("deepspeed")  # it takes long to import
+    deepspeed = sys.modules.get("deepspeed")  # importing it takes long
     return deepspeed is not None and isinstance(thing, deepspeed.DeepSpeedEngine)
 
 
 def holds_parts(thing: Any) -> bool:
-    """Whether `thing` is a model of which each rank holds a part of the parameters."""
+    """Whether `thing` is a model whose parameters are distributed over the ranks."""
     return is_sharded_model(thing) or (is_engine(thing) and thing.zero_optimization_stage() == 3)
 
 
 def of_engines(objects: Sequence[Any]) -> set[int]:
-    """Return the `id` of each engine among `objects`, and of what steps its parameters: each rank has its own state.
+    """Return the `id` of each engine among `objects`, and of its optimizers, whose state belongs to each rank.
 
-    That is ZeRO's optimizer, the one inside, which is the user's own and now steps this rank's shard, and what wraps
-    them, as Accelerate does.
+    These are ZeRO's optimizer, the user's own inside it, which now steps this rank's shard, and wrappers around them,
+    as Accelerate has.
     """
     if not (engines := [thing for thing in objects if is_engine(thing)]):
         return set()
@@ -83,7 +83,7 @@ def of_engines(objects: Sequence[Any]) -> set[int]:
 
 
 def stateful(objects: Sequence[Any]) -> list[Any]:
-    """Return what is handed over of `objects`; of what is sharded, and of a metric's state, each rank has its own."""
+    """Return the objects that are handed over; each rank keeps its own shards, and its own metrics' states."""
     own = of_engines(objects)
     return [
         thing
@@ -93,7 +93,7 @@ def stateful(objects: Sequence[Any]) -> list[Any]:
 
 
 def unsynced_models(objects: Sequence[Any]) -> list[Unsynced]:
-    """Return the models of which no wrapper keeps all buffers alike."""
+    """Return the models with buffers that no wrapper synchronizes."""
     found: list[Unsynced] = [(thing, None) for thing in objects if is_sharded_model(thing)]
     found += [(thing.module, None) for thing in objects if is_engine(thing)]
     for ddp in (thing for thing in objects if isinstance(thing, DistributedDataParallel)):

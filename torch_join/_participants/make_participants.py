@@ -1,4 +1,4 @@
-"""Which part each of the things given to `Join` gets."""
+"""The participants for the objects passed to `Join`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +20,9 @@ from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
 
 
 def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]) -> list[Participant]:
-    """Wrap each of `joinables` that does something in a step; the others are only handed over.
+    """Return participants for those of `joinables` that do something in a step; the others are only handed over.
 
-    The last part watches for models that were not given.
+    The last participants watch for models that were not given, and for Ray Train.
 
     Raises:
         JoinTypeError: One of them is of a type that cannot take part.
@@ -32,7 +32,7 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
     engines = of_engines(joinables)
     sharded = {id(thing) for thing in joinables if holds_shards(thing)}
     if sharded:
-        # FSDP takes long to import.
+        # Importing FSDP takes long.
         from torch_join._participants._sharded.make_sharded import make_sharded_participants
 
         participants += make_sharded_participants(driver, joinables)
@@ -40,7 +40,7 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
         if id(thing) in sharded:
             continue
         if is_engine(thing):
-            # DeepSpeed takes long to import.
+            # Importing DeepSpeed takes long.
             from torch_join._participants._deepspeed.loop_engine import LoopEngineParticipant
 
             participants.append(LoopEngineParticipant(driver, len(participants), thing))
@@ -69,7 +69,7 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
 def custom_participant(
     driver: Driver, index: int, joinable: Joinable, options: dict[str, Any]
 ) -> CustomParticipant | ReportParticipant:
-    """Return the part of a joinable that is no wrapper of torch's."""
+    """Return the participant of a joinable that is not a torch wrapper."""
     if isinstance(joinable, Report):
         return ReportParticipant(driver, index, joinable)
     return CustomParticipant(driver, index, joinable, options)

@@ -1,4 +1,4 @@
-"""What a user chooses about joining: one object, made and checked where it is given, and passed on."""
+"""The user's options for joining: one object, made and checked where they are given, and passed on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ TORCHS = "divide_by_initial_world_size"  # torch's name for a weighting
 
 
 class JoinOptions(TypedDict, total=False):
-    """What `Join` takes by keyword, for functions that pass all of it on."""
+    """The keyword arguments of `Join`, for functions that pass all of them on."""
 
     throw_on_early_termination: bool
     weighting: Weighting
@@ -39,14 +39,14 @@ class JoinOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """What a user has chosen, the same on all ranks; `Join` says what each is.
+    """The user's options, the same on all ranks; `Join` documents each.
 
     Attributes:
-        hooks: What goes to every `join_hook`.
+        hooks: The arguments for every `join_hook`.
 
     Raises:
-        JoinTypeError: `timeout` is not a time, or `monitor` no `JoinMonitor`.
-        JoinValueError: Something contradicts `rebalance`, or `placeholder` is unknown.
+        JoinTypeError: `timeout` is not a time, or `monitor` is not a `JoinMonitor`.
+        JoinValueError: An option contradicts `rebalance`, or `placeholder` is unknown.
     """
 
     enable: bool = True
@@ -93,8 +93,8 @@ class Options:
         """Raise if finished ranks cannot run `placeholder` with the other options.
 
         Raises:
-            JoinTypeError: It is no text and no function.
-            JoinValueError: It is another text, or something contradicts it.
+            JoinTypeError: It is neither a string nor a function.
+            JoinValueError: It is an unknown string, or contradicts another option.
         """
         if placeholder is None:
             return
@@ -107,10 +107,10 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Options":
-        """Take them, by their names, from the arguments of a function, which may have others.
+        """Take the options, by name, from the arguments of a function, which may have others.
 
         Raises:
-            JoinValueError: The weighting is unknown, or contradicts torch's name for the same.
+            JoinValueError: The weighting is unknown, or contradicts torch's argument for it.
         """
         own = {name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments}
         divides = {**own.get("hooks", {}), **arguments}.get(TORCHS)
@@ -118,10 +118,10 @@ class Options:
 
 
 def renamed(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function take `may_break` by its old name too, until 0.3.0.
+    """Make a function accept `may_break` by its old name too, until 0.3.0.
 
     Raises:
-        JoinTypeError: When it is called: both are given.
+        JoinTypeError: At the call: both are given.
     """
 
     @wraps(function)
@@ -135,7 +135,7 @@ def renamed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def showing_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Have the signature of a function that passes `**options` on show what `Join` takes by keyword."""
+    """Make the signature of a function that passes `**options` on show the keyword arguments of `Join`."""
     whole = signature(function)
     *own, rest = whole.parameters.values()
     options = [
@@ -148,18 +148,18 @@ def showing_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def warn_renamed(old: str, new: str, both: bool) -> None:
-    """Warn whoever has called the packages with a keyword's old name; raise if `both` were given."""
+    """Warn the caller of the packages about a keyword's old name; raise if `both` were given."""
     if both:
         raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
     JoinFutureWarning.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.")
 
 
 def whole_signature(kind: type, ours: type) -> Signature:
-    """Return a class's signature with what the classes behind it take in place of its `**kwargs`.
+    """Return a class's signature with its bases' parameters in place of its `**kwargs`.
 
     Args:
         kind: The class.
-        ours: The last of its bases that is ours; the next that is made with arguments is the last to be asked.
+        ours: The last of its bases that is ours; the next base with an `__init__` is the last one used.
     """
     found: dict[str, Parameter] = {}
     for place, each in enumerate(kind.__mro__):

@@ -1,4 +1,4 @@
-"""What a joinable knows of the loop that it takes part in, and what that knows of it."""
+"""The interface between a joinable and the loop that it takes part in."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,11 +15,11 @@ from torch_join._participants.clears import Clears
 
 
 class Announcer(Protocol):
-    """Where a part tells the joined ranks what it is about to do: the `TailLog` of a loop, or a `HookDriver`.
+    """Announces a participant's next action to the joined ranks: the `TailLog` of a loop, or a `HookDriver`.
 
     Attributes:
         channel: Carries small messages between the ranks.
-        participants: All parts, in an order that is the same on all ranks.
+        participants: All participants, in the same order on all ranks.
     """
 
     channel: Channel
@@ -27,57 +27,57 @@ class Announcer(Protocol):
 
     @property
     def in_pieces(self) -> bool:
-        """Whether backwards are announced piece by piece, since collectives other than DDP's may come in them."""
+        """Whether backwards are announced piece by piece, since they may have collectives other than DDP's."""
 
     def meet(self) -> bool:
-        """Wait until it is known who is active, if that was put off; a part calls this when it is about to act.
+        """Wait until it is known who is active, if that was put off; a participant calls this when it is about to act.
 
         Returns:
-            Whether this rank is active and another one has joined, and does not do the same of its own accord.
+            Whether this rank is active and another one has joined, and does not do the same by itself.
         """
 
     @property
     def announces(self) -> bool:
-        """What `meet` returned last."""
+        """The last result of `meet`."""
 
     def is_quiet(self) -> bool:
-        """Meet; return whether there is nobody to tell of what this rank does, and nothing that listens to it."""
+        """Meet; return whether this rank's actions need no announcement, and no tap listens to it."""
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks, if there are any, what comes next.
+        """Announce the next action to the joined ranks, if there are any.
 
         Args:
-            index: The part that does it, -1 for none.
-            kind: What it does.
-            payload: What else they need to know.
-            hold: Whether to tell them together with the next announcement.
+            index: The participant that acts, -1 for none.
+            kind: The kind of action.
+            payload: Further data that they need.
+            hold: Whether to send it together with the next announcement.
         """
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
-        """Tell the joined ranks what comes next, and has no collective.
+        """Announce the next action to the joined ranks if it has no collective.
 
-        Where a batch is a window of `windows`, the other active ranks may do the same more or less often: then the
-        lowest one tells, with its next announcement.
+        If a batch is a window of `windows`, other active ranks may do the same more or less often: then only the lowest
+        one announces it, with its next announcement.
         """
 
     def own_collectives(self) -> AbstractContextManager[None]:
         """Put around collectives that joined ranks know of without the tap."""
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """Run a main hook; each collective that it issues stands for one that the active ranks announce."""
+        """Run a main hook; each of its collectives corresponds to one that the active ranks announce."""
 
 
 class Driver(Protocol):
-    """What a part asks of the loop that it takes part in.
+    """A participant's view of the loop that it takes part in.
 
-    There are three: `LoopDriver` for loops of the user's, `StepDriver` for loops that a framework runs in lockstep, and
+    There are three: `LoopDriver` for users' loops, `StepDriver` for loops that a framework runs in lockstep, and
     `HookDriver`, for torch's own `Join`.
 
     Attributes:
         members: Who is active, and this rank's role; as of the last meeting.
-        tail_log: Where announcements go.
-        step_number: The current step, counted from the loop's begin.
-        loop_number: Of the current loop over `batches`, counted from 1; 0 outside of one.
+        tail_log: Receives announcements.
+        step_number: The current step, counted from the start of the loop.
+        loop_number: The number of the current loop over `batches`, from 1; 0 outside of one.
         joined_amid: Whether this rank ran out of batches between a forward and a backward that may yet follow it.
     """
 
@@ -92,7 +92,7 @@ class Driver(Protocol):
 
     @property
     def clears(self) -> Sequence[Clears]:
-        """The calls of the `zero_grad` of given optimizers and models, which tell what becomes of gradients."""
+        """The watches on `zero_grad` of given optimizers and models, which show what happens to gradients."""
         return ()
 
     @property
@@ -101,36 +101,36 @@ class Driver(Protocol):
 
     @property
     def sees_steps(self) -> bool:
-        """Whether there is a model, or a custom joinable, that shows where a step begins."""
+        """Whether there is a model, or a custom joinable, that shows where a step starts."""
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
         """Come to a meeting, if the ranks have not met before this forward.
 
         Args:
-            count: Returns what the forward's arguments count, for a step of which nobody sees the batch.
-            waits: Whether it is important, for what this forward does, who is active.
+            count: Returns the count of the forward's arguments, for a step whose batch is not seen.
+            waits: Whether this forward depends on who is active.
 
         Returns:
-            Whether that is known now; else this rank has arrived, and meets the others later.
+            Whether that is known now; if not, this rank has arrived, and meets the others later.
         """
 
     def note_backward(self, model: int) -> None:
-        """Note that a backward of this part's is followed."""
+        """Note that a backward of this participant's model is followed."""
         return
 
     def note_accumulation(self, model: int) -> None:
-        """Note that a backward of this rank's own adds to a model's gradients."""
+        """Note that one of this rank's backwards adds to a model's gradients."""
         return
 
     def before_backward(self, model: int, loop: int = 0) -> None:
         """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
 
         Args:
-            model: The index of the model's part.
+            model: The index of the model's participant.
             loop: The `loop_number` of the forward, if it is known.
 
         Raises:
-            JoinError: It is one.
+            JoinError: It is such a backward.
         """
         return
 
@@ -138,15 +138,15 @@ class Driver(Protocol):
         """Raise, in a step that is the last one of some ranks, if others do not broadcast buffers as this rank does.
 
         Raises:
-            JoinError: So it is, on a rank whose last step it is.
+            JoinError: They do not, and this is this rank's last step.
         """
         return
 
     def before_sharded_backward(self, syncs: bool) -> None:
-        """Raise, in a step that is the last one of some ranks, if those and others do not both reduce gradients.
+        """Raise, in a step that is the last one of some ranks, unless all ranks, or none, reduce gradients.
 
         Raises:
-            JoinError: So it is, on a rank whose last step it is.
+            JoinError: Only some do, and this is this rank's last step.
         """
         return
 
@@ -156,20 +156,20 @@ class Driver(Protocol):
 
 
 class LoopModel:
-    """What a loop of the user's knows of the part of a model.
+    """A model's participant as seen by a user's loop.
 
     Attributes:
-        index: Of this part.
-        forwards: The forwards of this rank's own, since the last tail.
-        synced: How many of these a backward that averages gradients follows.
-        holds_unsynced: Whether there are gradients, accumulated without a sync, that are none of the parameters'.
-        deferred: The forwards that joined ranks hear of, if there are any, when their backward begins.
+        index: The participant's index.
+        forwards: This rank's own forwards since the last tail.
+        synced: How many of these are followed by a backward that averages gradients.
+        holds_unsynced: Whether there are gradients, accumulated without a sync, besides the parameters'.
+        deferred: The forwards that are announced to joined ranks, if any, when their backward starts.
     """
 
     index: int
     forwards = synced = deferred = 0
     holds_unsynced = False
-    _task = -1  # the backward that has come to this model
+    _task = -1  # the backward that has reached this model
     _remembers = -1  # the last one that is remembered at its end
 
     @property
@@ -188,20 +188,20 @@ class LoopModel:
         return False
 
     def check_backward_ended(self) -> None:
-        """Raise if an exception has ended this rank's last backward in the midst of an average.
+        """Raise if an exception has ended this rank's last backward in the middle of averaging.
 
         Raises:
-            JoinError: So it has, and somebody has caught the exception.
+            JoinError: It has, and user code has caught the exception.
         """
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward that is under way has come to this model."""
+        """Whether the current backward has reached this model."""
         return self._task == _compat.backward_in_progress()
 
     @property
     def will_accumulate(self) -> bool:
-        """Whether the backward that is under way adds to this model's gradients, and these are weighted then."""
+        """Whether the current backward adds to this model's gradients, which are weighted then."""
         return False
 
     def is_unsynced(self, tensor: Tensor) -> bool:
@@ -210,56 +210,56 @@ class LoopModel:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The model, and what it wraps: each has a `zero_grad`."""
+        """The model, and the modules that it wraps: each has a `zero_grad`."""
         raise NotImplementedError
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
         """Raise if this rank cannot run the model itself, and is to do so."""
 
     def begin_loop(self) -> None:
-        """A loop over `batches` begins."""
+        """Start a loop over `batches`."""
 
     def remember(self) -> None:
-        """Note, where all ranks have done the same so far, what there is: it may be cleared from here on."""
+        """Note the current gradients, while all ranks have done the same so far: they may be cleared from here on."""
 
     def remember_after_backward(self) -> None:
-        """Note it when the backward that is under way has ended."""
+        """Note them at the end of the current backward."""
         if (task := _compat.backward_in_progress()) != self._remembers:
             self._remembers = task
-            # After the wrapper's own callback, which may yet have to be queued.
+            # After the wrapper's own callback, which may still have to be queued.
             _compat.after_backward(lambda: _compat.after_backward(self.remember))
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `prepare` has nothing to do any more."""
+        """Whether `prepare` has nothing left to do."""
         return True
 
     def prepare(self) -> None:
-        """Do, at the top of a step on every rank, what would wait for all of them later."""
+        """Do, at the top of a step on every rank, work that would later wait for all of them."""
 
     def changed_buffers(self) -> list[Tensor]:
         """Return the buffers that this rank has changed since its last forward, if these were noted there."""
         return []
 
     def before_handover(self) -> None:
-        """See to it that the lowest active rank has the model's newest state; every rank calls this."""
+        """Ensure that the lowest active rank has the model's newest state; every rank calls this."""
 
 
 class Participant:
-    """One of the things given to `Join`, on this rank.
+    """An object passed to `Join`, on this rank.
 
-    On an active rank it announces, in the tail, what it is about to do with others; on a joined rank
-    `mirror` does the same with nothing.
+    On an active rank it announces, in the tail, each action that involves other ranks; on a joined rank `mirror` does
+    the same with neutral values.
 
     Args:
         driver: The loop, or the steps, that it takes part in.
-        index: Its place among the parts there.
+        index: Its place among the participants there.
 
     Attributes:
-        kinds: What it may announce, and of which type the payload is: `Any` for what it checks itself.
-        closing: Of which type its closing message is.
-        is_model: Whether it is a model's, and a `LoopModel`.
-        in_pieces: Whether backwards must be announced piece by piece where other collectives come in them.
+        kinds: The kinds that it may announce, with the types of their payloads: `Any` if it checks them itself.
+        closing: The type of its closing message.
+        is_model: Whether it belongs to a model, and is a `LoopModel`.
+        in_pieces: Whether backwards must be announced piece by piece if they have other collectives.
         model_parallel_groups: The global ranks, by team, that compute each batch together.
     """
 
@@ -277,11 +277,11 @@ class Participant:
 
     @property
     def owned(self) -> Sequence[str]:
-        """The names of what it trains and does not keep alike on all ranks: a rank may own a part, as an expert."""
+        """The names of parameters that it trains but does not keep equal on all ranks, such as a rank's expert."""
         return ()
 
     def enter(self) -> None:
-        """Install what lets this rank notice; each piece adds its removal to `_undo`."""
+        """Install hooks; each piece adds its removal to `_undo`."""
 
     def exit(self) -> None:
         """Remove all that was installed."""
@@ -289,13 +289,13 @@ class Participant:
             self._undo.pop()()
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks what comes next, if there are any; see `Announcer.announce`."""
+        """Announce the next action to the joined ranks, if there are any; see `Announcer.announce`."""
         self.tail_log.announce(self.index, kind, payload, hold)
 
     def announce_open(self, kind: str, payload: Any) -> None:
-        """Announce what may hold objects of users' kinds: if it does, it comes after the record, to all ranks.
+        """Announce a payload that may hold users' objects: if it does, it follows the record, to all ranks.
 
-        Not in a backward. All active ranks must have something of the same types.
+        Not in a backward. All active ranks must have payloads of the same types.
         """
         if not self.tail_log.meet():
             return
@@ -309,7 +309,7 @@ class Participant:
             _objects.broadcast(packed, self.members.leader, self.members.group)
 
     def receive(self, kind: str, payload: Any) -> None:
-        """Answer, on a joined rank, what was announced; see `mirror`.
+        """Answer an announcement on a joined rank; see `mirror`.
 
         Raises:
             JoinError: No active rank can have announced it.
@@ -325,7 +325,7 @@ class Participant:
         self.mirror(kind, payload)
 
     def receive_closing(self, message: Any, source: int) -> Callable[[], None] | None:
-        """Take the source's closing message; see `close`.
+        """Receive the source's closing message; see `close`.
 
         Raises:
             JoinError: No active rank can have sent it.
@@ -337,37 +337,37 @@ class Participant:
         return self.close(message, source)
 
     def mirror(self, kind: str, payload: Any) -> None:
-        """Do, on a joined rank, the counterpart of what was announced."""
+        """Do, on a joined rank, the counterpart of an announced action."""
         raise NotImplementedError
 
     def before_collective(self, ddps: bool) -> None:
-        """Hear, on an active rank in the tail, of a collective in backward: of DDP's, or of another one.
+        """Prepare, on an active rank in the tail, for a collective in backward: DDP's, or another one.
 
         Raises:
             UnsupportedError: Joined ranks cannot take part in it there.
         """
 
     def before_all_ranks(self) -> None:
-        """Tell joined ranks, in the tail, what they lack of this rank's state: all are about to do something alike."""
+        """Announce to joined ranks, in the tail, the state of this rank that they lack before a common action."""
 
     def after_all_ranks(self) -> None:
-        """All ranks, also those that have joined, have done something alike to what takes part."""
+        """Note that all ranks, also joined ones, have done the same to the participants."""
 
     def enter_tail(self) -> None:
-        """Some rank has joined, and this one is active."""
+        """Act on the start of a tail: some rank has joined, and this one is active."""
 
     def leave_tail(self) -> None:
-        """All ranks have joined."""
+        """Act on the end of a tail: all ranks have joined."""
 
     def closing_message(self) -> Any:
-        """Return, on the rank whose state all others take, what `close` needs to know."""
+        """Return the data that `close` needs, on the rank whose state is handed over."""
 
     def close(self, message: Any, source: int) -> Callable[[], None] | None:
-        """Take, on every rank, what the source's `closing_message` say; the tail is over.
+        """Act, on every rank, on the source's `closing_message`; the tail is over.
 
         Returns:
-            What is to be done yet, where ranks wait for each other for it; other messages are on their way meanwhile.
+            A function for work in which ranks wait for each other; meanwhile other messages are on their way.
         """
 
     def after_all(self, is_last_joiner: bool) -> None:
-        """The context ends."""
+        """Act on the end of the context."""

@@ -1,4 +1,4 @@
-"""Ray Train: reports inside of uneven loops, and what else takes all workers."""
+"""Ray Train: reports inside uneven loops, and other calls that take all workers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +25,13 @@ class Report(Joinable):
             report({"loss": loss.item()}, checkpoint)
     ```
 
-    It is called as `ray.train.report` is, by all workers that have a batch, at the same step, after its forward.
-    Ray keeps the metrics of rank 0; where that one has run out of batches, it reports those of the lowest rank that has
-    one. A checkpoint is that of whoever gives one: `join.active_ranks[0]`, say. Outside of a `with` it is
+    Call it like `ray.train.report`, on all workers that have a batch, at the same step, after its forward.
+    Ray keeps the metrics of rank 0; if that worker has run out of batches, it reports those of the lowest rank that has
+    one. The checkpoint is that of the rank that gives one: `join.active_ranks[0]`, say. Outside a `with` it is
     `ray.train.report`.
     """
 
-    has_group = False  # it takes part in whatever group the others have
+    has_group = False  # it takes part in the group of the others
     _part: "ReportParticipant | None" = None
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Report(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """A joinable of torch's has one; this one needs none."""
+        """A device, since torch's joinables have one; this one needs none."""
         return torch.device("cpu")
 
     @property
@@ -76,14 +76,14 @@ class Report(Joinable):
 
 
 class _Reported(NamedTuple):
-    """What joined ranks report: objects of users' kinds, which go pickled over the process group."""
+    """The report of joined ranks: users' objects, which are sent pickled over the process group."""
 
     metrics: dict[str, Any]
-    checkpoint_dir_name: str | None  # of which Ray takes rank 0's
+    checkpoint_dir_name: str | None  # Ray uses that of rank 0
 
 
 class ReportParticipant(Participant):
-    """Has joined ranks report what the lowest active one does."""
+    """Makes joined ranks report the same as the lowest active one."""
 
     kinds: ClassVar[dict[str, Any]] = {"report": None}
     tail_log: Any  # of a loop: a `TailLog`
@@ -93,7 +93,7 @@ class ReportParticipant(Participant):
         self._joinable = joinable
 
     def renew(self) -> None:
-        """Nothing is kept from epoch to epoch."""
+        """Do nothing: nothing is kept between epochs."""
 
     def enter(self) -> None:
         self._undo.append(replace(self._joinable, _part=self))
@@ -109,7 +109,7 @@ class ReportParticipant(Participant):
 
 
 class RayParticipant(Participant):
-    """Refuses what waits for all workers of Ray Train, in a step that some rank has no batch for."""
+    """Refuses calls that wait for all workers of Ray Train in a step of the tail."""
 
     def enter(self) -> None:
         worker = _compat.train_worker()
@@ -129,7 +129,7 @@ class RayParticipant(Participant):
 
 
 def runs_in_ray() -> bool:
-    """Whether Ray Train runs this process, and then all ranks."""
+    """Whether Ray Train runs this process, and so all ranks."""
     return _compat.train_worker() is not None
 
 

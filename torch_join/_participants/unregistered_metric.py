@@ -1,8 +1,8 @@
-"""A torchmetrics metric that was not given to `Join` and syncs in a tail: a warning.
+"""A warning for a torchmetrics metric that was not passed to `Join` and syncs in a tail.
 
-To the collectives of its sync joined ranks contribute zeros, which its states then count: a minimum of 0, a mean over
-too many. Metrics that were given sync in a way of their own, so that none of theirs comes here. Nothing is looked at
-but where the active ranks gather something while some rank has joined.
+Joined ranks contribute zeros to the collectives of its sync, which its states then count: a minimum of 0, a mean over
+too many. Metrics that were given sync in their own way, so none of them gets here. The check runs only when the active
+ranks gather while some rank has joined.
 """
 
 import sys
@@ -16,7 +16,7 @@ _warned: dict[int, "ReferenceType[Any]"] = {}  # a metric's hash changes with it
 
 
 def notice_metric(operation: str) -> None:
-    """Warn, once per metric, if it is one that gathers, in this thread.
+    """Warn, once per metric, if a metric in this thread gathers.
 
     Args:
         operation: The collective that the active ranks are about to issue.

@@ -1,8 +1,8 @@
-"""A DDP model that is trained in the loop and was not given to `Join`: joined ranks would not hear of it.
+"""A DDP model that is trained in the loop but was not passed to `Join`: joined ranks would not know of it.
 
-Its buckets would wait for theirs, or be taken for another model's. A look at all objects of the process would find
-such models, for 40 ms in each tail. So in the first step of a tail the forwards are watched, whatever module they are
-of, and then the gradients of such a model: it may be a teacher that is only read. Later ones are noticed when the
+Its buckets would wait for theirs, or be taken for another model's. A search through all objects of the process would
+find such models, but takes 40 ms in each tail. So in the first step of a tail the forwards of all modules are watched,
+and then the gradients of such a model, since it may be a teacher that is only read. Later ones are noticed when the
 first bucket is due and no given model is in backward.
 """
 
@@ -22,7 +22,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class UnregisteredModelParticipant(Participant):
-    """Raises where such a model is about to train while ranks of its process group have joined."""
+    """Raises when such a model is about to train while ranks of its process group have joined."""
 
     def __init__(self, driver: Driver, index: int, joinables: Sequence[Any]) -> None:
         super().__init__(driver, index)
@@ -56,7 +56,7 @@ class UnregisteredModelParticipant(Participant):
                 raise missing_model(joined)
 
         if any(p.grad is not None for p in ddp.parameters()):
-            trains()  # its forward may have a collective of its own
+            trains()  # its forward may have its own collective
         for parameter in ddp.parameters():
             if parameter.requires_grad:
                 self._undo.append(get_gradient_edge(parameter).node.register_prehook(trains).remove)

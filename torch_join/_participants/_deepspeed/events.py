@@ -1,22 +1,22 @@
 """An engine's events: announced on an active rank, replayed on a joined one with zeros for gradients.
 
-Between the begin of a forward and the end of its backward, all that an engine does with other ranks is a function of
+From the start of a forward to the end of its backward, an engine's communication is a function of these events
 
-    the engine's forward begins                  optimizer.clear_backward_seen_flag()                stages 1 to 3
-    the root module's forward begins             coordinator.reset_step()                            stage 3
-    a module's forward, or backward, begins/ends parameter_offload.{pre,post}_sub_module_*_function  stage 3
-    parameters are gathered, or let go, apart    parameter.all_gather(), .partition()                stage 3
-    the engine's backward begins                 engine._backward_prologue()                         all
+    the engine's forward starts                  optimizer.clear_backward_seen_flag()                stages 1 to 3
+    the root module's forward starts             coordinator.reset_step()                            stage 3
+    a module's forward, or backward, starts/ends parameter_offload.{pre,post}_sub_module_*_function  stage 3
+    parameters are gathered, or freed, separately  parameter.all_gather(), .partition()              stage 3
+    the engine's backward starts                 engine._backward_prologue()                         all
     a parameter's gradient is there              optimizer.process_gradients, or                     stages 1, 2
                                                  optimizer.reduce_ready_partitions_and_remove_grads  stage 3
 
-and of the engine's own state: traces, what is fetched ahead, buckets, micro steps. A joined rank that runs the same
-calls in the same order issues the same collectives, by its own shards, and its engine is in the same state afterwards.
-What comes then (the epilogue of the backward, overflows, the norm, the step, its scheduler) every rank runs itself.
+and of the engine's own state: traces, prefetched parameters, buckets, micro steps. A joined rank that makes the same
+calls in the same order issues the same collectives, with its own shards, and its engine has the same state afterwards.
+Every rank itself runs what follows (the epilogue of the backward, overflows, the norm, the step, its scheduler).
 
-To follow the collectives alone would leave that state stale, by which stage 3 decides what to gather next. A graph of
-zeros in place of the model's would bring gradients in another order; and by their order stages 1 and 2 fill a bucket,
-whose n-th slice is added to the other ranks' n-th.
+Following only the collectives would leave that state stale, by which stage 3 decides what to gather next. A graph of
+zeros in place of the model's would produce gradients in another order; and stages 1 and 2 fill a bucket in their order,
+and add its n-th slice to the other ranks' n-th.
 
 Seen in DeepSpeed 0.19.8.
 """
@@ -38,18 +38,18 @@ from torch_join._participants.participant import Participant
 
 
 class EngineEvents:
-    """The events of a `DeepSpeedEngine`, which a part announces and answers.
+    """The events of a `DeepSpeedEngine`, which a participant announces and follows.
 
     Args:
-        participant: The part.
+        participant: The participant.
         engine: The engine.
 
     Attributes:
-        parameters: All, in an order that is the same on all ranks.
-        is_inside: Whether this rank is in what joined ranks know of.
+        parameters: All parameters, in the same order on all ranks.
+        is_inside: Whether this rank runs an event that joined ranks know of.
 
     Raises:
-        UnsupportedError: The engine does something that no joined rank could take part in.
+        UnsupportedError: The engine uses a feature in which no joined rank could take part.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -58,7 +58,7 @@ class EngineEvents:
         "module": tuple[int, int, list[tuple[int, bool]]],  # which of the phases, which module, what it uses of others'
         "gather": list[int],
         "partition": list[int],
-        "prologue": list[int],  # which parameters do not train
+        "prologue": list[int],  # the parameters that do not train
         "gradient": int,
         "present": list[int],
     }
@@ -83,7 +83,7 @@ class EngineEvents:
         return device
 
     def watch(self) -> None:
-        """Announce from now on, until the part exits."""
+        """Announce from now on, until the participant exits."""
         engine, optimizer = self.engine, self.engine.optimizer
         if self.stage == 3:
             offload = _compat.offload_of(engine)
@@ -94,7 +94,7 @@ class EngineEvents:
                 self.announce_calls(parameter, "all_gather", "gather", partial(self._listed, parameter))
                 self.announce_calls(parameter, "partition", "partition", partial(self._listed, parameter), hold=True)
                 self._tell_before(parameter, "all_gather_coalesced")
-            if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else it evaluates
+            if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else the engine only evaluates
                 name = "reduce_ready_partitions_and_remove_grads"
                 self.announce_calls(optimizer, name, "gradient", self._number, hold=True)
                 self.replace(optimizer, name, self._taking)
@@ -113,13 +113,13 @@ class EngineEvents:
     # ------------------------------------------------------------ on an active rank
 
     def is_quiet(self) -> bool:
-        """Whether nobody is to hear of what this rank does."""
+        """Whether this rank's actions need no announcement."""
         return self._participant.members.serves or self.is_inside or self._participant.tail_log.is_quiet()
 
     def announce_calls(
         self, owner: Any, name: str, kind: str, payload: Callable[..., Any] = lambda *_: None, hold: bool = False
     ) -> None:
-        """Announce a function's calls; `hold` what may do nothing with others until the next one that does."""
+        """Announce a function's calls; `hold` those that may not communicate until the next announcement."""
 
         def saying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.is_quiet():
@@ -130,7 +130,7 @@ class EngineEvents:
         self.replace(owner, name, saying)
 
     def _tell_before(self, owner: Any, name: str) -> None:
-        """Tell what is held before a function's collectives, and not before all of it is said."""
+        """Send held announcements before a function's collectives, and not before they are complete."""
 
         def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._participant.members.announces:
@@ -140,14 +140,14 @@ class EngineEvents:
         self.replace(owner, name, telling)
 
     def inside(self, run: Callable[[], Any]) -> Any:
-        """Run what joined ranks run too: its collectives, and the events in it, they know of."""
+        """Run code that joined ranks run too: its collectives and events need no announcement."""
         with setting(self, is_inside=True), self._participant.tail_log.own_collectives():
             return run()
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
         """Put around a backward, which may be that of a loss that counts 0."""
-        # In stages 0 and 1 a gradient is added to what there is. In stage 3 a watch would hold nodes of empty shards.
+        # In stages 0 and 1 a gradient is added to the existing one. In stage 3 a watch would hold empty shards' nodes.
         watched = [p for p in self.parameters if p.requires_grad and counts_nothing and self.stage < 2]
         with setting(self, _counts_nothing=counts_nothing and self.stage > 1), leaving_out(watched):
             yield
@@ -158,12 +158,12 @@ class EngineEvents:
         return original(parameter, *args)
 
     def say_present(self) -> None:
-        """Announce, before the epilogue, which gradients there are, if nothing has heard of them as they came."""
+        """Announce, before the epilogue, which gradients there are, if they were not announced as they came."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self._participant.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
     def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have `call` called in place of an object's method, with that first; the engine looks it up at each call."""
+        """Call `call` in place of an object's method, with that as its first argument; the engine looks it up anew."""
         old = getattr(owner, name)
         # Wrapped, as LR schedulers leave a mark on `step`.
         self._participant._undo.append(replace(owner, **{name: wraps(old)(partial(call, old))}))
@@ -178,7 +178,7 @@ class EngineEvents:
         return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
 
     def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
-        # Not by DeepSpeed's own number: it counts through all engines that a process has made.
+        # Not by DeepSpeed's own number, which counts the modules of all engines in a process.
         externals = [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)]
         return phase, self._places[id(module)], externals
 
@@ -205,14 +205,14 @@ class EngineEvents:
         elif kind == "forward":
             self.engine.optimizer.clear_backward_seen_flag()
         else:
-            # The active ranks' code may have frozen some in this tail: of those stage 3 reduces no gradient.
+            # The active ranks' code may have frozen parameters in this tail: stage 3 reduces no gradients of these.
             if payload != self._frozen():
                 for number, parameter in enumerate(self.parameters):
                     parameter.requires_grad_(number not in payload)
             self.engine._backward_prologue()
 
     def without(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the parameters but for these."""
+        """Return the parameters except these."""
         left_out = {*numbers}
         return [parameter for number, parameter in enumerate(self.parameters) if number not in left_out]
 
@@ -229,8 +229,9 @@ class EngineEvents:
         if not 0 <= number < len(self._modules) or not 0 <= phase < len(_compat.PHASES):
             raise foreign("a record of an engine", f"phase {phase} of module {number}")
         module = self._modules[number]
-        # That a module uses another's parameter shows in its forward, and is known from then on. This rank may have had
-        # none, and would fetch fewer than the others.
+        # A module's use of another one's parameter is noticed in its forward, and known from then on. This rank may
+        # have
+        # run none, and would prefetch fewer than the others.
         for parameter, dangles in externals:
             _compat.add_external(module, self._parameter(parameter), dangles)
         getattr(_compat.offload_of(self.engine), _compat.PHASES[phase])(module)

@@ -1,10 +1,10 @@
-"""An engine in a loop of the user's.
+"""An engine in a user's loop.
 
-Besides its events four calls are announced, and a joined rank makes them itself: `backward`, `step`,
+Besides its events, four calls are announced, and a joined rank makes them itself: `backward`, `step`,
 `set_gradient_accumulation_boundary` and `zero_grad`; and so are checkpoints. So micro steps, accumulation, clipping,
-loss scales, the engine's scheduler and what a checkpoint holds are the same on every rank, and nothing is handed over.
+loss scales, the engine's scheduler and checkpoints are equal on every rank, and nothing is handed over.
 
-`engine.backward` sees the loss, whose gradient is weighted right there.
+`engine.backward` receives the loss, whose gradient is weighted right there.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ _CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
 
 
 class LoopEngineParticipant(Participant, LoopModel):
-    """A `DeepSpeedEngine` that was given to `Join`."""
+    """A `DeepSpeedEngine` that was passed to `Join`."""
 
     kinds: ClassVar[dict[str, Any]] = {
         **EngineEvents.kinds,
-        "backward": tuple[bool, list[int] | None],  # whether inside of no_sync; which gradients there are, if any stay
+        "backward": tuple[bool, list[int] | None],  # whether inside no_sync; the gradients present, if any stay
         "epilogue": _NOTHING,
-        "step": tuple[bool, Options],  # whether of the engine
+        "step": tuple[bool, Options],  # whether called on the engine
         "options": Options,
         "boundary": bool,
-        "zero_grad": tuple[bool, dict[str, Any]],  # whether of the engine, and its arguments
-        "checkpoint": tuple[str, tuple[Any, ...], dict[str, Any]],  # which of the methods, and its arguments
+        "zero_grad": tuple[bool, dict[str, Any]],  # whether called on the engine, and its arguments
+        "checkpoint": tuple[str, tuple[Any, ...], dict[str, Any]],  # the method, and its arguments
     }
-    # Its groups' hyperparameters; which parameters train, and which modules are in training mode.
+    # The groups' hyperparameters; which parameters train, and which modules are in training mode.
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
 
     is_model = True
@@ -52,7 +52,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         self.engine = engine
         self._events = EngineEvents(self, engine)
         self._forwarded_in = 0  # the loop of the last forward
-        # In stage 0 each rank holds, and steps, all of them: those that are known to the others.
+        # In stage 0 each rank holds, and steps, all gradients: these are the ones known to the other ranks.
         self._gradients: list[tuple[Tensor | None, int]] = []
 
     def enter(self) -> None:
@@ -65,10 +65,10 @@ class LoopEngineParticipant(Participant, LoopModel):
         self._events.replace(engine, "_backward_prologue", self._prologue)
         self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
         self._events.replace(engine, "step", partial(self._stepping, True))
-        boundary = "set_gradient_accumulation_boundary"  # whose argument Accelerate names
+        boundary = "set_gradient_accumulation_boundary"  # Accelerate passes its argument by name
         self._events.announce_calls(engine, boundary, "boundary", lambda is_boundary: bool(is_boundary))
         self._events.announce_calls(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
-        if hasattr(optimizer, "zero_grad"):  # else it evaluates
+        if hasattr(optimizer, "zero_grad"):  # else the engine only evaluates
             self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
             self._events.announce_calls(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
         for name in _CHECKPOINTS:
@@ -110,7 +110,7 @@ class LoopEngineParticipant(Participant, LoopModel):
                 )
             self._check_gradients(cleared=True)
             present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
-            stay = self._events.stage < 2  # else each micro-batch's go where they belong
+            stay = self._events.stage < 2  # else each micro-batch's gradients are moved away
             self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
         factor = self.members.loss_factor
         weighs = factor != 1.0 and loss.requires_grad
@@ -132,7 +132,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         original()
 
     def _is_in_an_engines_backward(self) -> bool:
-        """Whether one that was given runs its backward, which may go through others: a discriminator, for example."""
+        """Whether a given engine runs its backward, which may go through others: a discriminator, for example."""
         engines = (each.engine for each in self.tail_log.participants if isinstance(each, LoopEngineParticipant))
         return any(map(_compat.is_in_backward, engines))
 
@@ -169,7 +169,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         return self._events.inside(partial(original, *args, **kwargs))
 
     def _check_gradients(self, cleared: bool) -> None:
-        """Raise if gradients were changed that joined ranks have too; `cleared`: they may be gone."""
+        """Raise if gradients that joined ranks have too were changed; with `cleared` they may be gone."""
         for parameter, (gradient, version) in zip(self._events.parameters, self._gradients, strict=False):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
@@ -180,7 +180,7 @@ class LoopEngineParticipant(Participant, LoopModel):
                 )
 
     def before_all_ranks(self) -> None:
-        # A scheduler of the user's may have changed them since the last step; each rank saves those of its own shard.
+        # A user's scheduler may have changed them since the last step; each rank saves those of its own shard.
         self.announce_open("options", _compat.options_of(self.engine))
 
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
@@ -241,7 +241,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         options, trains, modes = message
         if self.members.rank != source:
             _compat.take_options(self.engine, options)
-        # What the active ranks' code has set; here none has run.
+        # Set by the active ranks' code, which has not run here.
         for parameter, trained in zip(self._events.parameters, trains, strict=True):
             parameter.requires_grad_(trained)
         for module, mode in zip(self.engine.module.modules(), modes, strict=True):
@@ -251,5 +251,5 @@ class LoopEngineParticipant(Participant, LoopModel):
 
 
 def _state_of(parameter: Any) -> tuple[Tensor | None, int]:
-    """Return what tells whether a gradient was changed since."""
+    """Return a record that shows later whether a gradient was changed."""
     return parameter.grad, -1 if parameter.grad is None else parameter.grad._version

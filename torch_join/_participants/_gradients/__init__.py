@@ -1,4 +1,4 @@
-"""What has become of a model's gradients on one rank, as far as the other ranks must know it.
+"""What has happened to a model's gradients on one rank, as far as other ranks must know it.
 
 Begin with: `evidence.py`.
 """

@@ -1,15 +1,14 @@
-"""What has become of a model's gradients since a moment at which all ranks had done the same with them.
+"""What has happened to a model's gradients since a moment at which all ranks had done the same with them.
 
-A rank that has joined holds gradients too: the last average, or what it has accumulated without a sync. Whether
-these still count depends on what the active ranks do to theirs, and users clear gradients in ways that nobody
-announces: `zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active
-rank remembers, per parameter, the tensor (weakly: addresses are used again), its version, and after a backward
-without a sync its norm and sum; later it tells from these what was cleared. After a sync the norm need not be known:
-where a rank that has joined holds an average, and an active rank has nothing or zero in its place, it was cleared.
-
-Where nothing can be seen (no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if
-the loop uses it, and then the other parameters. Where these show nothing either, the verdict is `UNKNOWN`: a rank
-that has joined and holds something of its own asks the other active ranks, and raises if they do not know.
+A joined rank holds gradients too: the last average, or gradients that it accumulated without a sync. Whether these
+still count depends on what the active ranks do to theirs, and users clear gradients in ways that are not announced:
+`zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active rank
+remembers, per parameter, the tensor (weakly: addresses are reused), its version, and after a backward without a sync
+its norm and sum; later it concludes from these what was cleared. After a sync the norm need not be known: if joined
+ranks hold an average, and an active rank has nothing or zero in its place, it was cleared. Where nothing can be seen
+(no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if the loop uses it, and then
+the other parameters. If these show nothing either, the verdict is `UNKNOWN`: a joined rank that holds its own gradients
+asks the other active ranks, and raises if they do not know.
 """
 
 import math
@@ -28,7 +27,7 @@ from torch_join._participants._gradients.verdicts import CHANGED, CLEARED, FULL,
 from torch_join._participants.clears import Clears
 from torch_join._shadow.zero_gradient import empty_sparse
 
-Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum: that alone tells a change of signs
+Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum, which alone shows a change of signs
 Values = tuple[float | None, float | None]
 
 
@@ -36,12 +35,12 @@ class Gradients:
     """The gradients of a model's parameters on one rank.
 
     Args:
-        parameters: The parameters, or what has one gradient for several `parameters`.
-        clears: The calls of `zero_grad` of the optimizers that may step them, and of models.
-        views: Whether gradients share memory with others, or parts of them do not count, so that a version tells of
-            these too.
+        parameters: The parameters, or objects that have one gradient for several `parameters`.
+        clears: The watches on `zero_grad` of the optimizers that may step them, and of models.
+        views: Whether gradients share memory with others, or parts of them do not count, so that a version covers these
+            too.
         sparse: The `id` of each parameter whose gradients are sparse.
-        units: For each of `parameters`, which unit it is sharded in.
+        units: For each of `parameters`, the number of the unit in which it is sharded.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class Gradients:
         self.begin_loop()
 
     def begin_loop(self) -> None:
-        """A loop begins: from here on it shows how it clears gradients."""
+        """Start a loop: from here on it shows how it clears gradients."""
         self._begin = [(each.calls, each.steps) for each in self._clears]
 
     def remember(self, accumulates: bool) -> None:
-        """Remember what there is now.
+        """Remember the current gradients.
 
         Args:
             accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
@@ -78,7 +77,7 @@ class Gradients:
         self._measures = _measure(gradients) if accumulates else [None] * len(gradients)
 
     def refresh(self) -> None:
-        """Remember what there is now, and of measures what is known: no gradient is read."""
+        """Remember the current gradients, and keep their known measures: no gradient is read."""
         gradients = [p.grad for p in self.parameters]
         measures = [
             measure if is_known(gradient, before) else None
@@ -88,7 +87,7 @@ class Gradients:
         self._measures = measures
 
     def rebind(self) -> None:
-        """Take the gradients there are, if views, for those that were remembered: others, with the same contents."""
+        """Take the current gradients, if they are views, for the remembered ones: new tensors of equal contents."""
         if not self._views:
             return
         self._known = [
@@ -101,11 +100,11 @@ class Gradients:
         self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
-        """Return what has become of each since then."""
+        """Return what has happened to each since then."""
         gradients = [p.grad for p in self.parameters]
         if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
-            return [State(CLEARED, NONE)] * len(gradients)  # as a rule: by `zero_grad()`
-        measures = [*_measure(gradients), *self._measures]  # of now, and then those of that moment
+            return [State(CLEARED, NONE)] * len(gradients)  # the usual case, by `zero_grad()`
+        measures = [*_measure(gradients), *self._measures]  # the current ones, and then those of that moment
         numbers = _read([value for measure in measures for value in measure or (None, None)])
         values = list(zip(numbers[::2], numbers[1::2], strict=True))
         before = values[len(gradients) :]
@@ -120,22 +119,22 @@ class Gradients:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
         if known is None or known[0]() is not gradient or (known[1] != versions(gradient) and not self._views):
-            # An empty shard does not show whether what other ranks hold is zero now: see `_decide`.
+            # An empty shard does not show whether other ranks hold zeros now: see `_decide`.
             is_empty = gradient.numel() > 0 and not _compat.local_part(gradient).numel()
             return State(CHANGED if content == FULL or is_empty else CLEARED, content)
-        if before is None:  # an average, as ranks that have joined hold it too
+        if before is None:  # an average, which joined ranks hold too
             return State(KEPT, FULL, norm) if content == FULL else State(UNKNOWN, ZERO)
         if content == ZERO:
             return State(UNKNOWN if before == 0 else CLEARED, ZERO)
         return State(KEPT if _same(norm, before) and _same(total, total_before) else CHANGED, FULL)
 
     def _decide(self, found: list[State]) -> list[State]:
-        """Replace `UNKNOWN` where there is evidence elsewhere; a gradient of several may be cleared in part.
+        """Replace `UNKNOWN` if there is evidence elsewhere; a gradient of several parameters may be cleared in part.
 
         Raises:
             JoinError: There is none in its unit, and the others were cleared without a trace.
         """
-        called: dict[int, bool] = {}  # a parameter may have several that clear it
+        called: dict[int, bool] = {}  # several objects may clear one parameter
         for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
             if each.calls > calls or each.clears_each_step(*begin):
                 for p in each.parameters():
@@ -159,7 +158,8 @@ class Gradients:
                     return CLEARED if any(calls_of) else KEPT
                 if cleared and not has_evidence and holder.grad is not None:
                     # While a unit is whole or in parts (between forward and backward, after an evaluation), the
-                    # module's parameters are others, so that what clears theirs does not come to this shard.
+                    # module's parameters
+                    # are others, so that code which clears their gradients does not reach this shard.
                     if leaves_traces:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
@@ -170,7 +170,7 @@ class Gradients:
                         )
                 if kept != cleared:
                     return KEPT if kept else CLEARED
-                # What is zero was there when others were cleared. What is not there may be part of an accumulation.
+                # A zero was there when others were cleared. A missing gradient may be part of an accumulation.
                 return UNKNOWN if not kept else CLEARED if content == ZERO else KEPT
             if 0 < sum(calls_of) < len(_parameters(holder)):
                 return CHANGED  # a rank's shard may hold nothing of those
@@ -183,10 +183,10 @@ class Gradients:
         ]
 
     def raise_if_changed(self, states: Sequence[State], members: Membership) -> None:
-        """Raise if one was changed by hand before the next backward accumulates into it.
+        """Raise if a gradient was changed by hand before the next backward accumulates into it.
 
         Raises:
-            JoinError: So it was, and ranks that have joined cannot know of it.
+            JoinError: One was, and joined ranks cannot know of it.
         """
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
@@ -199,23 +199,22 @@ class Gradients:
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
-        """Do on a rank that has joined what has become of an active rank's gradients.
+        """Repeat on a joined rank what has happened to an active rank's gradients.
 
         Args:
-            states: The active rank's.
-            accumulates: Whether this rank holds what it has accumulated without a sync.
-            ask: Returns the verdict of the other active ranks. `None` where no backward comes next, for which it
-                would have to be known.
+            states: The active rank's states.
+            accumulates: Whether this rank holds gradients that it accumulated without a sync.
+            ask: Returns the verdict of the other active ranks. `None` if no backward comes next, which would need it.
 
         Raises:
-            JoinError: Nobody can tell whether what this rank holds was cleared.
+            JoinError: It is unknown whether this rank's gradients were cleared.
         """
         verdict = None
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             if state.verdict == CHANGED or (state.verdict == KEPT and state.content == FULL):
                 continue
             if state.verdict == KEPT and accumulates and parameter.grad is not None:
-                continue  # zeros too: they have been used, where others are not
+                continue  # zeros too: they count as used, unlike missing ones
             if state.verdict == UNKNOWN and accumulates and holds_something(parameter.grad):
                 if ask is None:
                     continue
@@ -235,9 +234,9 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter) if isinstance(parameter, Tensor) else parameter.zeros()
 
     def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
-        """Return which averages, that an active rank has kept, are others than this rank's: changed without a trace.
+        """Return the averages that an active rank has kept, but that differ from this rank's: changed without a trace.
 
-        `GradScaler.unscale_` leaves none, for example.
+        `GradScaler.unscale_` leaves no trace, for example.
         """
         if accumulates or all(state.norm is None for state in states):
             return []
@@ -253,7 +252,7 @@ class Gradients:
         """Raise if there are any before the next backward accumulates into them.
 
         Args:
-            states: The active ranks'.
+            states: The active ranks' states.
             accumulates: See `follow`.
             joined_amid: See `Driver`.
 
@@ -289,13 +288,13 @@ class Gradients:
                 )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the gradients, as it is or copied, or all of them one behind the other."""
+        """Whether a tensor is one of the gradients, or a copy of one, or all of them concatenated."""
         gradients = [p.grad for p in self.parameters if p.grad is not None and p.grad.layout is torch.strided]
         if tensor.layout is not torch.strided or not gradients:
             return False
         if any(tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in gradients):
             return True
-        if tensor.numel() == 1 and float(tensor).is_integer():  # a count may have the value of a gradient
+        if tensor.numel() == 1 and float(tensor).is_integer():  # a count may equal a gradient by chance
             return False
         if tensor.numel() == sum(each.numel() for each in gradients):
             tensor = tensor.flatten()[: gradients[0].numel()].view_as(gradients[0])
@@ -317,7 +316,7 @@ class Gradients:
                 )
 
     def raise_unknown(self, index: int = 0) -> None:
-        """Raise, since nobody can tell whether what this rank holds of a parameter still counts.
+        """Raise, since it is unknown whether this rank's gradient of a parameter still counts.
 
         Raises:
             JoinError: Always.

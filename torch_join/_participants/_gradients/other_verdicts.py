@@ -1,14 +1,14 @@
-"""What active ranks tell of their gradients when a backward begins, and how those that have joined follow.
+"""Active ranks' reports on their gradients at the start of a backward, and how joined ranks follow.
 
-The lowest one announces it. What the others have seen counts where that one has seen nothing.
+The lowest active rank announces it. The others' evidence counts where that one has none.
 
-At a backward that averages, to which all active ranks come, each leaves its words on those since the last such one, and
-nobody waits. They are named by how many there have been: of backwards that do not average, others may leave some out.
-A joined rank looks for them if it holds gradients of which the leader cannot tell whether they count; at a backward
-that does not average it only notes that there was a doubt.
+At a backward that averages, which all active ranks run, each leaves its verdicts since the last such one, without
+waiting. They are named by the number of such backwards so far, since ranks may skip backwards that do not average. A
+joined rank reads them if it holds gradients for which the leader cannot tell whether they count; at a backward that
+does not average it only notes the doubt.
 
-Words are kept for a while (`Channel.keep`): where the host does not wait for an average (on an accelerator, or where a
-communication hook makes none), active ranks may be some backwards ahead of those that have joined.
+Verdicts are kept for a while (`Channel.keep`): if the host does not wait for an average (on an accelerator, or if a
+communication hook makes none), active ranks may be some backwards ahead of joined ones.
 """
 
 from torch_join._participants._gradients.evidence import Gradients, holds_something
@@ -27,12 +27,12 @@ _Word = tuple[int, str]  # the number of active ranks, and a verdict
 
 
 class OtherVerdicts:
-    """The words of one model's part.
+    """The verdicts about one model.
 
     Args:
-        driver: What the part belongs to.
-        index: The part's.
-        shards: Whether each rank's gradients are of another shard: one that is zero may be nothing elsewhere.
+        driver: The participant's driver.
+        index: The participant's index.
+        shards: Whether each rank's gradients belong to another shard: a zero one may be missing elsewhere.
     """
 
     def __init__(self, driver: Driver, index: int, shards: bool = False) -> None:
@@ -40,29 +40,29 @@ class OtherVerdicts:
         self._driver = driver
         self._index = index
         self._words: list[_Word] = []  # of the backwards since the last one that averaged
-        self._doubted = 0  # with how many active ranks this one, which has joined, had its first doubt since then
-        self._averages = 0  # in all tails: no name is used twice
+        self._doubted = 0  # the number of active ranks at this joined rank's first doubt since then
+        self._averages = 0  # over all tails: no name is used twice
 
     def found(self, gradients: Gradients, averages: bool) -> Runs:
-        """Return what an active rank announces of its gradients when a backward begins.
+        """Return an active rank's announcement about its gradients at the start of a backward.
 
         Raises:
             JoinError: They were changed in a way that joined ranks do not know of.
         """
         states = gradients.states()
         gradients.raise_if_changed(states, self._driver.members)
-        # Whoever asks waits for all of them, also for ranks that have left out what it has accumulated.
+        # A rank that asks waits for all of them, also for ranks that have left out its accumulated gradients.
         self.leave(common_verdict([state.verdict for state in states]), averages)
         return runs_of(states)
 
     def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:
-        """Do, on a joined rank, to its gradients what the active ranks have done to theirs when a backward begins.
+        """Repeat, on a joined rank, what the active ranks have done to their gradients at the start of a backward.
 
         Args:
-            gradients: This rank's.
-            runs: What they have announced.
-            averages: Whether the backward does.
-            accumulates: Whether this rank holds something of its own: a share that was not averaged yet, or a shard.
+            gradients: This rank's gradients.
+            runs: The active ranks' announcement.
+            averages: Whether the backward averages.
+            accumulates: Whether this rank holds its own part: a share that was not averaged yet, or a shard.
         """
         states = states_of(runs, len(gradients.parameters))
         verdict = self.begin_average() if averages else None
@@ -74,7 +74,7 @@ class OtherVerdicts:
         gradients.follow(states, accumulates, self.ask if averages else self.doubt)
 
     def leave(self, verdict: str, averages: bool) -> None:
-        """Leave a word on an active rank that is about to announce a backward."""
+        """Leave a verdict on an active rank that is about to announce a backward."""
         word = len(self._driver.members.active), verdict
         if self._words[-1:] != [word]:
             self._words.append(word)
@@ -84,16 +84,16 @@ class OtherVerdicts:
             self._words = []
 
     def reset(self) -> None:
-        """The tail is over."""
+        """End the tail."""
         self._words, self._doubted = [], 0
 
     def doubt(self) -> str:
-        """Note, on a joined rank, that the leader cannot tell at a backward that does not average; keep it for now."""
+        """Note, on a joined rank, the leader's doubt at a backward that does not average; keep gradients for now."""
         self._doubted = self._doubted or len(self._driver.members.active)
         return KEPT
 
     def begin_average(self) -> str:
-        """Begin a backward that averages, on a joined rank; return the verdict on what was in doubt before, if it was.
+        """Start a backward that averages, on a joined rank; return the verdict on any earlier doubt.
 
         Raises:
             PeerFailedError: An active rank has failed.
@@ -107,7 +107,7 @@ class OtherVerdicts:
         return common_verdict(next((one for one in (CLEARED, UNKNOWN, KEPT) if one in each), UNKNOWN) for each in found)
 
     def ask(self) -> str:
-        """Return all active ranks' verdict at the backward that `begin_average` has begun; raises as that does."""
+        """Return all active ranks' verdict at the backward that `begin_average` has started; raises as that does."""
         return common_verdict(words[-1][1] for words in self._ask())
 
     def _ask(self) -> list[list[_Word]]:

@@ -1,12 +1,11 @@
-"""A backward of a DDP model that joined ranks follow piece by piece, since other collectives come in it.
+"""A backward of a DDP model that joined ranks follow piece by piece, since it has other collectives too.
 
-Just before DDP launches a bucket, the active ranks announce which parameters' gradients have come since they last
-did; any other collective is a record of its own, in its place. A joined rank runs a backward of just these
-parameters, in which its own reducer launches the same buckets, and takes part in the others with zeros. So all
-ranks issue everything in the order of the lowest active rank, over all communicators. The reducer does not mind that
-it is several backwards: it ends its work in the one that readies its last bucket.
-
-All active ranks must write the same number of records. So a launch is one, also where nothing new has come.
+Just before DDP launches a bucket, the active ranks announce which parameters' gradients have come since the last
+announcement; any other collective has its own record, in its place. A joined rank runs a backward of just these
+parameters, in which its own reducer launches the same buckets, and takes part in the other collectives with zeros. So
+all ranks issue everything in the order of the lowest active rank, over all communicators. The reducer can handle
+several backwards: it ends its work in the one that readies its last bucket. All active ranks must write the same number
+of records. So a launch has a record even if no gradients are new.
 """
 
 import weakref
@@ -28,46 +27,46 @@ FIRED = "fired"
 
 
 class Pieces:
-    """The backwards of one model, on an active rank and on one that has joined.
+    """The backwards of one model, on active and on joined ranks.
 
     Args:
-        participant: The model's part.
-        shadow: What runs in place of the model's step on a joined rank.
+        participant: The model's participant.
+        shadow: Runs in place of the model's step on a joined rank.
 
     Attributes:
-        under_way: Whether a backward has begun whose pieces are announced.
+        under_way: Whether a backward has started that is announced in pieces.
     """
 
-    kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # which parameters, by place
+    kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # parameters, by place
 
     def __init__(self, participant: Participant, shadow: ModelShadow) -> None:
-        self._participant = weakref.proxy(participant)  # a circle would keep the model, and its group, after the loop
+        self._participant = weakref.proxy(participant)  # a cycle would keep the model, and its group, after the loop
         self._shadow = shadow
-        self._came: list[int] = []  # the parameters whose gradients have come, since the last record
+        self._came: list[int] = []  # the parameters whose gradients have come since the last record
         self.under_way = False
-        self._delays = False  # DDP averages at the end of the backward that comes
-        self._is_whole = False  # the backward that is under way was announced as one
-        self._due: set[int] = set()  # on a joined rank: the parameters that have yet to come
-        self._output: Callable[[], None] | None = None  # what runs all of it at once, in a first iteration
+        self._delays = False  # whether DDP averages at the end of the next backward
+        self._is_whole = False  # whether the current backward was announced as a whole
+        self._due: set[int] = set()  # on a joined rank: the parameters whose gradients have yet to come
+        self._output: Callable[[], None] | None = None  # runs all of it at once, in a first iteration
         self._around = ExitStack()
-        self._is_open = False  # whether there is something in it
+        self._is_open = False  # whether `_around` has anything in it
 
     # ------------------------------------------------------------ on an active rank
 
     def before_forward(self) -> None:
-        """Begin anew: the last backward may have raised."""
+        """Start anew: the last backward may have raised."""
         if self.under_way or self._is_whole or self._is_open:
             self.reset()
         self._delays = _compat.delays_all_reduce(self._shadow.ddp) if self._shadow.first.decides else False
 
     def begin(self, ended: Callable[[], None]) -> None:
-        """A backward that will sync has come to the model, and goes in pieces.
+        """Start the pieces of a backward that will sync, as it reaches the model.
 
         Args:
             ended: Called at its end, before DDP waits for its buckets.
 
         Raises:
-            UnsupportedError: It cannot.
+            UnsupportedError: It cannot go in pieces.
         """
         self.check_nested()
         models = [each for each in self._participant.tail_log.participants if each.is_model]
@@ -81,10 +80,10 @@ class Pieces:
         _compat.after_backward(lambda: self._end(ended))
 
     def check_nested(self) -> None:
-        """Raise if the backward that is under way is inside of another one.
+        """Raise if the current backward is inside another one.
 
         Raises:
-            UnsupportedError: So it is.
+            UnsupportedError: It is.
         """
         if not in_nested_backward():
             return
@@ -95,7 +94,7 @@ class Pieces:
         )
 
     def begin_whole(self) -> None:
-        """A backward that will sync has come to the model, and was announced as one."""
+        """Note that a backward that will sync, and was announced as a whole, has reached the model."""
         self._is_whole = True
         _compat.after_backward(lambda: self._end(lambda: None))
 
@@ -122,7 +121,7 @@ class Pieces:
         self.reset()
 
     def reset(self) -> None:
-        """Forget a backward that is under way."""
+        """Drop the current backward."""
         self.under_way = self._is_whole = False
         if self._is_open:
             self._is_open, self._output = False, None
@@ -132,7 +131,7 @@ class Pieces:
     # ------------------------------------------------------------ on a joined rank
 
     def open(self, run_all: Callable[[], None]) -> None:
-        """A backward begins, of which the pieces come; `run_all` runs all of it."""
+        """Start a backward whose pieces will come; `run_all` runs all of it."""
         self._around.close()
         self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
@@ -153,5 +152,5 @@ class Pieces:
         new = [place for place in places if place in self._due]
         self._due.difference_update(new)
         if new:
-            with torch.enable_grad():  # it may be inside of another backward
+            with torch.enable_grad():  # it may be inside another backward
                 torch.autograd.backward(self._shadow.zero_of(new))

@@ -1,9 +1,9 @@
 """A second backward through one forward of a DDP model, which DDP does not average: the ranks would drift apart.
 
-DDP's reducer hears of a forward and averages in the backward that follows. What another backward through the same
-outputs adds to gradients stays local, without a word. That is harmless while nobody steps with it (a loss for
-another model leaves gradients here that are cleared), so what raises is an optimizer's step with such a gradient. A
-backward that does not come through the outputs (of an L2 term, say) adds the same on all ranks.
+DDP's reducer learns of a forward and averages in the backward that follows. Gradients from another backward through the
+same outputs silently stay local. That is harmless while no optimizer steps with them (a loss for another model leaves
+gradients here that are cleared), so it is the step with such a gradient that raises. A backward that does not go
+through the outputs (of an L2 term, say) adds the same on all ranks.
 """
 
 import threading
@@ -28,28 +28,28 @@ class SecondBackward:
         parameters: The model's parameters.
 
     Attributes:
-        awaits_first: Whether DDP averages in the next backward that comes to the parameters. It does in the first one
-            after a forward that syncs, also if that comes through another forward: where the model is frozen in the
-            one, or no backward follows it, the next is averaged even under `no_sync`.
+        awaits_first: Whether DDP averages in the next backward that reaches the parameters. It does in the first one
+            after a forward that syncs, even if that goes through another forward: if the model was frozen in that
+            forward, or no backward follows it, the next one is averaged even under `no_sync`.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._first = self._last = -1  # the backwards that came through the last forward's outputs
+        self._first = self._last = -1  # the backwards that went through the last forward's outputs
         self.awaits_first = self._is_under_way = False
         self._thread = 0  # of the last forward
-        self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one, and the gradient
+        self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one; with the gradients
         self._waits: RemovableHandle | None = None
-        self._found: tuple[Tensor, Any] | None = None  # to which the last first one has added, and the node that does
+        self._found: tuple[Tensor, Any] | None = None  # a parameter in the last first backward, and its node
 
     @property
     def broke_off(self) -> bool:
-        """Whether a first one has begun and not come to its end; a thread that only reads batches cannot tell."""
+        """Whether a first backward has started but not ended; a thread that only reads batches cannot tell."""
         is_here = self._thread == threading.get_ident()
         return self._is_under_way and is_here and self._first != _compat.backward_in_progress()
 
     def remove(self) -> None:
-        """Remove what was installed, and what refers to it."""
+        """Remove the hooks, and the references to them."""
         self._touched.clear()
         self._found = None
         if self._waits is not None:
@@ -60,11 +60,11 @@ class SecondBackward:
         """Note a forward that will sync.
 
         Args:
-            outputs: What a backward can come through.
-            first: Called as the first one does; the outputs keep it.
+            outputs: The outputs that a backward can start from.
+            first: Called when the first backward does; the outputs keep it alive.
         """
         if self._touched or self._waits is not None:
-            self.remove()  # what is there will be averaged with what comes
+            self.remove()  # existing gradients will be averaged with the coming ones
         self._first = self._last = -1
         self.awaits_first, self._is_under_way, self._thread = True, False, threading.get_ident()
         for output in outputs:
@@ -86,10 +86,10 @@ class SecondBackward:
             _compat.after_backward(lambda: self._wait(touched))
 
     def _end_first(self) -> None:
-        self._is_under_way = self.awaits_first = False  # nobody may have heard it begin
+        self._is_under_way = self.awaits_first = False  # its start may have gone unnoticed
 
     def _adds(self) -> bool:
-        """Whether the backward that is under way adds to any gradient: as a rule, to the one that the last added to."""
+        """Whether the current backward adds to any gradient: usually to the same one as the last backward."""
         if self._found is not None and self._found[0].requires_grad and _compat.will_run(self._found[1]):
             return True
         added = next(filter(_compat.will_accumulate, self._parameters), None)

@@ -1,4 +1,4 @@
-"""A DDP model in a plain loop, on a rank that has joined: forwards and backwards are shadowed as they are announced."""
+"""A DDP model in a plain loop, on a joined rank: forwards and backwards are shadowed as they are announced."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch_join._shadow.model_shadow import ModelShadow
 
 
 class ShadowedSteps(Participant):
-    """What the part of a model does on a joined rank, in place of its steps."""
+    """The joined rank's part of a model's participant, in place of its steps."""
 
     kinds: ClassVar[dict[str, Any]] = {
         "forward": tuple[bool, bool, list[int], list[int], list[Buffer] | None],
@@ -54,7 +54,7 @@ class ShadowedSteps(Participant):
         self, grad: bool, sync: bool, sources: list[int], frozen: list[int], buffers: list[Buffer] | None
     ) -> None:
         self._buffer_source = self.members.leader
-        # What another forward has trained still gets its gradient, in the backward that it waits for.
+        # Parameters that another forward has trained still get their gradients, in the backward that it waits for.
         parameters = self._parameters
         self._shadow.freeze([place for place in frozen if not (self._pending and parameters[place].requires_grad)])
         take(buffers, self._shadow.inner, parameters[0].device)
@@ -62,13 +62,14 @@ class ShadowedSteps(Participant):
             self._shadow.sync_buffers(source)
         with setting(self.ddp, require_backward_grad_sync=sync), torch.set_grad_enabled(grad):
             output = self._shadow.forward()
-        if sync and output.requires_grad:  # else no backward comes through it
+        if sync and output.requires_grad:  # else no backward goes through it
             self._pending.append(output)
 
     def _begin_shadow(self) -> None:
         if not self._pending:
-            # All were frozen in the forward that DDP has prepared for, and it averages what comes past that: of a later
-            # forward under `no_sync`, or of a penalty on the parameters. It takes nothing less than all of them.
+            # All were frozen in the forward that DDP has prepared for, and it averages other gradients: of a later
+            # forward
+            # under `no_sync`, or of a penalty on the parameters. It only accepts all of them.
             self._shadow.freeze([])
             self._pending.append(self._shadow.zero())
 

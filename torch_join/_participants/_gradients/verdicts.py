@@ -1,4 +1,4 @@
-"""What a rank says of its gradients."""
+"""A rank's report on its gradients."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -12,12 +12,12 @@ NONE, ZERO, FULL = "none", "zero", "full"
 
 @closed("gradient")
 class State(NamedTuple):
-    """What has become of one gradient.
+    """What has happened to one gradient.
 
     Attributes:
         verdict: `CLEARED`, `KEPT`, `CHANGED` by hand, or `UNKNOWN`.
-        content: What it is now: `NONE`, `ZERO` or `FULL`, which is anything else.
-        norm: Its 1-norm, where it is the kept average of all ranks.
+        content: Its current content: `NONE`, `ZERO` or `FULL`, which is anything else.
+        norm: Its 1-norm, if it is the kept average of all ranks.
     """
 
     verdict: str
@@ -25,17 +25,17 @@ class State(NamedTuple):
     norm: float | None = None
 
 
-# States that follow one another and are the same, with their number: as a rule all of a model's are.
+# Runs of equal states, with their lengths: usually all states of a model are equal.
 Runs = list[tuple[State, int]]
 
 
 def runs_of(states: Iterable[State]) -> Runs:
-    """Return the states as they are sent."""
+    """Return the states in the form in which they are sent."""
     return [(state, len([*same])) for state, same in groupby(states)]
 
 
 def states_of(runs: Sequence[tuple[State, int]], count: int) -> list[State]:
-    """Return what was sent as `runs`.
+    """Return the states that were sent as `runs`.
 
     Raises:
         JoinError: These are not `count` states.
@@ -46,6 +46,6 @@ def states_of(runs: Sequence[tuple[State, int]], count: int) -> list[State]:
 
 
 def common_verdict(verdicts: Iterable[str]) -> str:
-    """Return `CLEARED` or `KEPT` if there is evidence of one and none of the other, and else `UNKNOWN`."""
+    """Return `CLEARED` or `KEPT` if there is evidence for one and none for the other, else `UNKNOWN`."""
     found = {*verdicts} & {CLEARED, KEPT}
     return found.pop() if len(found) == 1 else UNKNOWN

@@ -1,6 +1,6 @@
-"""Hears of a model's gradients before they come: by prehooks on the nodes that add to them.
+"""Watches a model's gradients before they are accumulated, by prehooks on the nodes that do so.
 
-Contract: between `begin` and `end` alone does anything here refer to who hears.
+Contract: objects here refer to the callback only between `begin` and `end`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Watch:
-    """Watches the gradients of parameters, once begun.
+    """Watches the gradients of parameters, once started.
 
     Args:
-        parameters: The model's.
+        parameters: The model's parameters.
 
     Attributes:
-        is_on: Whether it has begun, and not ended.
+        is_on: Whether it has started, and not ended.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -36,11 +36,11 @@ class Watch:
         self.is_on = False
 
     def begin(self, before: Callable[[int, Gradients], Gradients | None]) -> None:
-        """Watch them all: what is frozen now may be trained after its forward.
+        """Watch them all: parameters frozen now may be trained after their forward.
 
         Args:
-            before: Called with a parameter's place and what is about to be added to its gradient; returns what is to be
-                added in place of that, or `None`.
+            before: Called with a parameter's place and the gradients about to be added; returns replacements, or
+                `None`.
         """
         if self.is_on:
             return
@@ -53,7 +53,7 @@ class Watch:
             self._nodes.append(node)
 
     def end(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         self.is_on = False
         while self._ends:
             self._ends.pop()()
@@ -61,13 +61,13 @@ class Watch:
 
     @property
     def will_run(self) -> bool:
-        """Whether the backward that is under way will add to any of them."""
+        """Whether the current backward will add to any of them."""
         return any(map(_compat.will_run, self._nodes))
 
 
 @contextmanager
 def leaving_out(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Put around the backward of a loss that counts 0, of these: its gradients may be infinite, and times 0 NaN."""
+    """Put around the backward of a loss that counts 0: its gradients may be infinite, and 0 times that is NaN."""
     watch = Watch(parameters)
     watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
     try:

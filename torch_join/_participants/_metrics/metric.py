@@ -1,8 +1,8 @@
-"""torchmetrics' metrics: what they sync comes from the ranks that have something to say, and no others.
+"""torchmetrics' metrics: their syncs get contributions only from ranks that have something to contribute.
 
-A zero contribution is wrong for states that are reduced by max, min or mean, or concatenated, so a rank
-that has nothing to contribute contributes nothing. A metric keeps its states where they are: they are
-sharded by nature and never handed over.
+A contribution of zero is wrong for states that are reduced by max, min or mean, or concatenated, so a rank that has
+nothing to contribute contributes nothing. A metric keeps its states where they are: they are sharded by nature and
+never handed over.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,17 @@ _SYNC, _RESET = "sync", "reset"
 class MetricParticipant(Participant):
     """A metric of torchmetrics, or a `MetricCollection`.
 
-    Where a metric syncs in its forward (`dist_sync_on_step=True`) the active ranks contribute this step's
-    batch. Where it syncs in `compute()`, every rank that has updated it contributes what it has
-    accumulated, also one that has joined. A `reset()` in the tail resets the joined ranks' as well.
+    If a metric syncs in its forward (`dist_sync_on_step=True`) the active ranks contribute this step's
+    batch. If it syncs in `compute()`, every rank that has updated it contributes its accumulated
+    states, also a joined one. A `reset()` in the tail resets the joined ranks' as well.
 
     Raises:
-        UnsupportedError: It syncs over another process group, has a `dist_sync_fn` or `_sync_dist` of its
-            own, or is a wrapper with a state of its own (`MinMaxMetric`, `Running`, `BootStrapper`,
-            `MetricTracker`).
+        UnsupportedError: It syncs over another process group, has a custom `dist_sync_fn` or `_sync_dist`, or is a
+            wrapper with an additional state (`MinMaxMetric`, `Running`, `BootStrapper`, `MetricTracker`).
 
     Limits:
         A copy made inside the `with` (`clone`) is not known to Join, and after the `with` torchmetrics syncs
-        as ever. After a plain `for` loop `compute()` belongs outside of the `with`: inside, it raises if other
+        as usual. After a plain `for` loop `compute()` belongs outside the `with`: inside, it raises if other
         ranks are still in theirs. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
     """
 
@@ -54,8 +53,8 @@ class MetricParticipant(Participant):
             )
         for metric in self.metrics:
             check_metric(metric, metric.process_group, driver)
-        self.forwards = 0  # how many are on the stack
-        self.hidden: list[Any] = []  # whose `compute` runs, although not updated on this rank
+        self.forwards = 0  # the number on the stack
+        self.hidden: list[Any] = []  # metrics whose `compute` runs, although not updated on this rank
 
     def enter(self) -> None:
         if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
@@ -66,7 +65,7 @@ class MetricParticipant(Participant):
             self.follow(position, metric)
 
     def follow(self, position: int, metric: Any) -> None:
-        """Have what a metric does come here."""
+        """Redirect a metric's methods to this participant."""
         self.override(metric, "forward", self.forward)
         self.override(metric, "reset", partial(self.reset, position))
         if not _compat_metrics.parts(metric):
@@ -82,28 +81,28 @@ class MetricParticipant(Participant):
         exchange_states(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
 
     def close(self, message: Any, source: int) -> None:
-        # Ranks have computed at different steps. A value that only some still have would keep these out
-        # of the next sync.
+        # Ranks have computed at different steps. A value that only some still have would keep these out of the next
+        # sync.
         for metric in self.metrics:
             _compat_metrics.forget_value(metric)
 
-    # ------------------------------------------------------------ what replaces a metric's methods
+    # ------------------------------------------------------------ replacements of a metric's methods
 
     def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._leads_plain_loops(metric):
-            self.driver.before_forward(float)  # nothing
+            self.driver.before_forward(float)  # it counts nothing
         with setting(self, forwards=self.forwards + 1):
             return forward(*args, **kwargs)
 
     def reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
-        if self.forwards == 0:  # a forward resets too, and puts the state back
+        if self.forwards == 0:  # a forward resets too, and restores the state
             self.announce(_RESET, position)
         reset()
 
     def compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _compat_metrics.update_count(metric) > 0 or not _compat_metrics.will_sync(metric):
             return compute(*args, **kwargs)
-        # Not updated on this rank, but perhaps on others: torchmetrics would warn of what is no mistake.
+        # Not updated on this rank, but perhaps on others: torchmetrics would warn, although this is no mistake.
         self.hidden.append(metric)
         _compat_metrics.set_update_count(metric, 1)
         try:
@@ -133,7 +132,7 @@ class MetricParticipant(Participant):
                 )
             sync_dist(lambda tensor, group=None: [tensor])
             return
-        # torchmetrics asks once per tensor: give it one per state, and answer with all that is there.
+        # torchmetrics gathers once per tensor: give it one per state, and return all contributions for that.
         answers: list[tuple[Tensor, list[Tensor]]] = []
         for name in _compat_metrics.reductions(metric):
             found = [contribution[name] for contribution in contributions]
@@ -154,7 +153,7 @@ class MetricParticipant(Participant):
         self._undo.append(replace(metric, **{name: Hook(partial(function, metric, own), copied=own)}))
 
     def _leads_plain_loops(self, metric: Any) -> bool:
-        """Whether the forward of `metric` is where ranks in a plain loop meet, for lack of a model's."""
+        """Whether ranks in a plain loop meet at the forward of `metric`, since there is no model."""
         driver = self.driver
         if driver.meets_at is not MeetingPoint.FORWARD or driver.sees_steps or not metric.dist_sync_on_step:
             return False

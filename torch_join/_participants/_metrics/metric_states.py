@@ -1,4 +1,4 @@
-"""How the states of a metric travel: from the ranks that contribute, as bytes, to all of them."""
+"""Sends the states of a metric from the ranks that contribute to all of them, as bytes."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch_join._participants.participant import Driver
 
 @closed("state")
 class _Spec(NamedTuple):
-    """A tensor as it travels: contiguous bytes."""
+    """A tensor as it is sent: contiguous bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,9 +30,9 @@ _Schema = dict[str, tuple[bool, list[_Spec]]]
 
 
 def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict[str, State]]:
-    """Return the states of each rank that contributes, by rank: this rank's own are those it has, with their graph.
+    """Return the states of each rank that contributes, by rank; this rank's own keep their graph.
 
-    Every rank calls this: says what it contributes, if anything, and then sends its states as bytes.
+    Every rank calls this: it describes its contribution, if any, and then sends its states as bytes.
     """
     own = own_states(metric) if contributes else {}
     mine = {
@@ -55,7 +55,7 @@ def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict
     def unpack(rank: int, schema: _Schema) -> dict[str, State]:
         sizes = {kind: [spec.nbytes for spec in _specs(schema, kind)] for kind in rows}
         parts = {kind: iter(torch.split(rows[kind][rank][:, 0], sizes[kind])) for kind in rows}
-        return {  # copies, since a dtype's elements must not begin just anywhere in memory
+        return {  # copies, since a dtype's elements must be aligned in memory
             name: State(listed, [next(parts[s.device]).clone().view(s.dtype).view(s.shape) for s in specs])
             for name, (listed, specs) in schema.items()
         }

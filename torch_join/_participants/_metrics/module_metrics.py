@@ -14,17 +14,17 @@ from torch_join._participants.participant import Driver
 
 
 class ModuleMetrics(MetricParticipant):
-    """The metrics of torchmetrics that a module holds.
+    """The torchmetrics metrics in a module.
 
-    Metrics that `MetricParticipant` refuses are left to torchmetrics, and raise only where they sync in a step that
-    some rank does not have.
+    Metrics that `MetricParticipant` refuses are left to torchmetrics, and raise only if they sync in a step of the
+    tail.
 
     Args:
-        module: What holds the metrics.
+        module: The module with the metrics.
     """
 
     def __init__(self, driver: Driver, index: int, module: nn.Module) -> None:
-        super().__init__(driver, index, nn.Module())  # of the metrics that are found
+        super().__init__(driver, index, nn.Module())  # the metrics are found later
         self._module = module
         self._refused: dict[int, str] = {}  # by the id of a metric that syncs: why it is left to torchmetrics
         self._aside = False
@@ -33,7 +33,7 @@ class ModuleMetrics(MetricParticipant):
         self.renew()
 
     def renew(self) -> None:
-        """Take in metrics made since, and let all compute anew; all ranks must be at the same place, in no step.
+        """Add metrics made since, and make all compute anew; all ranks must be at the same place, outside any step.
 
         A value that only some ranks have computed would keep these out of the next sync.
         """
@@ -52,7 +52,7 @@ class ModuleMetrics(MetricParticipant):
     def aside(self) -> AbstractContextManager[None]:
         """Put around code that this rank runs with a batch that it has had before: metrics do not count it again.
 
-        What it computes takes what was counted before; what it resets is reset.
+        Computing returns the value counted before; resetting resets.
         """
         return setting(self, _aside=True)
 
@@ -67,7 +67,7 @@ class ModuleMetrics(MetricParticipant):
             self._refused.update(dict.fromkeys(map(id, parts or [metric]), str(error)))
         self.follow(len(self.metrics) - 1, metric)
 
-    # ------------------------------------------------------------ what replaces a metric's methods
+    # ------------------------------------------------------------ replacements of a metric's methods
 
     def _update(self, metric: Any, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not self._aside or self.forwards:
@@ -93,7 +93,7 @@ class ModuleMetrics(MetricParticipant):
 
 
 def _is_served(metric: Any, driver: Driver) -> bool:
-    """Whether `metric` itself could be served, whatever it is a part of."""
+    """Whether `metric` itself is supported, whatever it is a part of."""
     try:
         check_metric(metric, metric.process_group, driver)
     except UnsupportedError:

@@ -1,4 +1,4 @@
-"""Clipping a sharded model's gradients: the norm is one of all ranks' shards, so joined ranks compute and clip too."""
+"""Clipping a sharded model's gradients: the norm covers all ranks' shards, so joined ranks compute and clip too."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -18,12 +18,12 @@ from torch_join._shadow._sharded.units import is_first_generation
 
 
 class ClippingParticipant(Participant):
-    """How the gradients of all given sharded models are clipped.
+    """Follows the clipping of all given sharded models' gradients.
 
-    By `torch.nn.utils.clip_grad_norm_`, of what `fully_shard` has sharded; a `FullyShardedDataParallel` has a method.
+    For `fully_shard` by `torch.nn.utils.clip_grad_norm_`; a `FullyShardedDataParallel` has a method.
 
     Args:
-        models: The parts of the models.
+        models: The models' participants.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -51,7 +51,7 @@ class ClippingParticipant(Participant):
 
     @property
     def _parameters(self) -> list[Tensor]:
-        # Also what is frozen: the active ranks may train what is frozen on a joined one, and the other way round.
+        # Frozen ones too: parameters frozen on a joined rank may be trained on active ranks, and vice versa.
         return [parameter for model in self._sharded for parameter in model.gradients.parameters]
 
     def _is_even(self) -> bool:
@@ -78,7 +78,7 @@ class ClippingParticipant(Participant):
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():
             self._norm = _compat.replicated(self._own_norm(given, norm_type, False, foreach))
-        if error_if_nonfinite:  # older torch asks a part of the norm, which takes collectives that nobody follows
+        if error_if_nonfinite:  # older torch checks a part of the norm, with collectives that are not followed
             self._own_norm([self._norm], norm_type, True, foreach)
         return self._norm
 

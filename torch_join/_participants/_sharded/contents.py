@@ -1,4 +1,4 @@
-"""Whether the active ranks change a sharded model's parameters in a way that no joined rank hears of."""
+"""Checks whether the active ranks change a sharded model's parameters without an announcement to joined ranks."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
@@ -20,17 +20,17 @@ class Contents:
     def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
         self._parameters = parameters
         self._sums: dict[int, int] | None = None  # by `id`
-        # By the same: how often each was written to. A clamp may alter nothing here, and something on a joined rank.
+        # By `id`: how often each was written to. A clamp may change nothing here, but a joined rank's shard.
         self._versions: dict[int, int] = {}
-        self._hooks: dict[int, int] = {}  # how many each has, which joined ranks have too
+        self._hooks: dict[int, int] = {}  # the number of each one's hooks, which joined ranks have too
 
     @property
     def known(self) -> bool:
-        """Whether there is something to compare with."""
+        """Whether there is a state to compare with."""
         return self._sums is not None
 
     def remember(self, only: Collection[int] | None = None) -> None:
-        """Note what they are now; of some, by `id`, if the others are known."""
+        """Note their current state; only for these `id`s, if the others are known."""
         if only is None or self._sums is None:
             self._sums, self._versions = {}, {}
             self._hooks = {id(p): _compat.shard_hooks(p) for p in self._parameters()}
@@ -39,7 +39,7 @@ class Contents:
         self._versions |= {id(p): _compat.writes(p) for p in parameters}
 
     def forget(self) -> None:
-        """Compare no more."""
+        """Stop comparing."""
         self._sums, self._versions = None, {}
 
     def check(self, joined: Sequence[int]) -> None:
@@ -57,20 +57,20 @@ class Contents:
             self._raise(where, joined)
 
     def check_writes(self, parameters: Sequence[Tensor], joined: Sequence[int]) -> None:
-        """Look, of some, whether they were written to; waits for no device.
+        """Check whether some of them were written to; does not wait for a device.
 
         Raises:
-            JoinError: So it is.
+            JoinError: One was.
         """
         for index, parameter in enumerate(parameters):
             if self._versions.get(id(parameter), now := _compat.writes(parameter)) != now:
                 self._raise(index, joined)
 
     def check_hooks(self, joined: Sequence[int]) -> None:
-        """Look whether a gradient of these has other hooks than there were.
+        """Check whether hooks of a gradient were added or removed.
 
         Raises:
-            JoinError: So it is.
+            JoinError: They were.
         """
         for index, parameter in enumerate(self._parameters() if self._sums is not None else ()):
             if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
@@ -94,20 +94,20 @@ class Contents:
 
 
 def state_of(optimizer: Any) -> Any:
-    """Return which parameters are in which group, and what is kept of each."""
+    """Return the parameters of each group, and the state kept for each."""
     kept = {
         id(p): {
             name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
             for name, value in its.items()
         }
         for p, its in optimizer.state.items()
-        if its  # reading a missing one makes it
+        if its  # reading a missing state creates it
     }
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
 
 
 def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
-    """Compare an optimizer with what `state_of` returned.
+    """Compare an optimizer with a result of `state_of`.
 
     Raises:
         JoinError: It was changed.

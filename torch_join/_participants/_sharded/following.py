@@ -19,17 +19,17 @@ from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
 class Following:
-    """What a sharded model's participant announces, and follows, of its units; their `Observer`.
+    """The announcements of a sharded model's participant about its units, and how joined ranks follow; an `Observer`.
 
     Args:
-        participant: The part.
-        model: The model, which holds what FSDP has sharded.
+        participant: The participant.
+        model: The model, with parts that FSDP has sharded.
         before_backward: See `Observer`.
 
     Attributes:
         units: The units.
         model_parallel_groups: See `Participant`.
-        reduces: Whether this rank is inside of a reduction, in which an optimizer may step.
+        reduces: Whether this rank is inside a reduction, in which an optimizer may step.
         contents: This rank's shards as they were: in the tail a unit is compared before it is gathered.
 
     Raises:
@@ -58,20 +58,20 @@ class Following:
             )
 
     def watch(self) -> Callable[[], None]:
-        """Announce from now on; return what ends that."""
+        """Announce from now on; return a function that ends this."""
         ends = ExitStack()
         for index, unit in enumerate(self.units):
             ends.callback(unit.watch(index, self))
         return ends.close
 
     def reach_joined_state(self) -> None:
-        """Bring each unit, on a rank that is no longer active and at the end, to the state that the others are in."""
+        """Bring each unit, on a rank that is no longer active and at the end, to the state of the joined ranks."""
         for unit in self.units:
             unit.reach_joined_state()
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """What each unit's `place` is."""
+        """Each unit's `place`."""
         return [unit.place for unit in self.units]
 
     @places.setter
@@ -83,7 +83,7 @@ class Following:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's shards, also of what is frozen."""
+        """This rank's shards, frozen ones included."""
         return [shard for unit in self.units for shard in unit.shards]
 
     # ------------------------------------------------------------ on an active rank
@@ -108,10 +108,10 @@ class Following:
             yield
 
     def check_model_parallel_groups(self) -> None:
-        """Raise if one rank of those that hold parts of one replica has joined and another has not.
+        """Raise if some, but not all, of the ranks that hold parts of one replica have joined.
 
         Raises:
-            JoinError: So it is.
+            JoinError: That is so.
         """
         self._seen = self._participant.members.active
         for peers in self._teams:
@@ -126,7 +126,7 @@ class Following:
     # ------------------------------------------------------------ on a joined rank
 
     def mirror(self, kind: str, payload: Any) -> None:
-        """Do what an active rank does with a unit."""
+        """Repeat an active rank's action on a unit."""
         index, rest = payload
         if not 0 <= index < len(self.units):
             raise foreign("a record of a sharded model", f"unit {index} of {len(self.units)}")
@@ -143,9 +143,9 @@ class Following:
 
 
 def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
-    """Return, as indices into `ranks`, which of them compute each batch together, where several do.
+    """Return, as indices into `ranks`, the groups of ranks that compute each batch together, if any.
 
-    Those of a mesh that differ only along what FSDP does not shard over.
+    These differ in their mesh only along dimensions over which FSDP does not shard.
 
     Raises:
         UnsupportedError: FSDP shards a part of the model over fewer ranks than take part.

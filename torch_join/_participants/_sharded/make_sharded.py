@@ -1,4 +1,4 @@
-"""The parts of sharded models and of what belongs to them."""
+"""The participants for sharded models and the objects that belong to them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,10 @@ from torch_join._participants.participant import Driver, Participant
 
 
 def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[Participant]:
-    """Return the parts of what is sharded among `joinables`: the first ones of all.
+    """Return the participants for the sharded objects among `joinables`: these come before all others.
 
     Raises:
-        UnsupportedError: Something sharded is among them that nobody could follow.
+        UnsupportedError: A sharded object among them cannot be followed.
     """
     _refuse_copies(joinables)
     found = [thing for thing in joinables if is_sharded_model(thing)]

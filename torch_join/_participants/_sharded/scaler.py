@@ -1,4 +1,4 @@
-"""A `GradScaler` in a loop with a sharded model: whether a gradient is infinite shows on the ranks that own it only."""
+"""A `GradScaler` in a loop with a sharded model: only the ranks that own a gradient see whether it is infinite."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,17 +11,17 @@ from torch_join._participants._sharded.sharded_model import ShardedModelParticip
 from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, Participant
 
-# What looks for infinities. The second, where an optimizer itself scales, as fused ones do.
+# The methods that look for infinities. The second is used if an optimizer itself scales, as fused ones do.
 _CALLS = {"unscale": "unscale_", "look": "_check_inf_per_device"}
 
 
 class ShardedScalerParticipant(Participant):
-    """A scaler whose `unscale_`, or what it does in its place, and `update` joined ranks do too.
+    """A scaler whose `unscale_`, or its equivalent, and `update` run on joined ranks too.
 
     Args:
         scaler: The scaler.
         optimizers: The optimizers of sharded parameters.
-        models: The parts of the sharded models.
+        models: The participants of the sharded models.
     """
 
     kinds: ClassVar[dict[str, Any]] = {**dict.fromkeys(_CALLS, tuple[int, float, list[Runs]]), "update": float | None}

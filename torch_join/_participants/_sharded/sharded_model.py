@@ -1,8 +1,8 @@
-"""A sharded model in a loop of the user's.
+"""A sharded model in a user's loop.
 
-Beside each gather and reduction of its units (`following.py`) the lowest active rank announces, when a backward begins,
-what has become of the gradients since the last one: FSDP adds to what there is. What is done to gradients locally
-(clipping) has a part of its own; where a change shows that none announces, all ranks end with an error.
+Besides each gather and reduction of its units (`following.py`), the lowest active rank announces at the start of a
+backward what has happened to the gradients since the last one, since FSDP adds to existing ones. Local changes to
+gradients (clipping) have their own participant; if a change is found that was not announced, all ranks raise.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +25,21 @@ from torch_join._participants.participant import Driver, LoopModel, Participant
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
 
-# What has become of the gradients, the units' places and what is accumulated in each, what is trained, and which
-# modules are in training mode.
+# What has happened to the gradients; the units' places, and the gradients accumulated in each; which parameters are
+# trained, and which modules are in training mode.
 Closing = tuple[Runs, list[tuple[int, int]], list[list[bool]], list[bool], list[bool]]
 
 
 class ShardedModelParticipant(Participant, LoopModel):
-    """A model that holds what `fully_shard` or `FullyShardedDataParallel` has sharded."""
+    """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
     kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
     closing: ClassVar[Any] = Closing
 
     is_model = True
     accumulates = False
-    gradients: Gradients  # the shards', from `enter` on
-    _known: Sequence[Known] = ()  # of those that were unsynced after the last backward
+    gradients: Gradients  # the shards' gradients, from `enter` on
+    _known: Sequence[Known] = ()  # of gradients that were unsynced after the last backward
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
@@ -50,7 +50,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others = OtherVerdicts(driver, index, shards=True)
         self.contents = self.following.contents
         self._scales: list[Callable[[], None]] = []
-        self.before_reductions: list[Callable[[], None]] = []  # what joined ranks must know before
+        self.before_reductions: list[Callable[[], None]] = []  # announce what joined ranks must know before
 
     def enter(self) -> None:
         self._undo.append(self.following.watch())
@@ -59,7 +59,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
         found = [(index, holder) for index, unit in enumerate(self.following.units) for holder in unit.holders]
         holders = [holder for _, holder in found]
-        # FSDP1 writes zeros into a flat gradient, again and again, where a part is frozen.
+        # FSDP1 writes zeros into a flat gradient, again and again, if a part of it is frozen.
         is_flat = any(not isinstance(holder, Tensor) for holder in holders)
         self.gradients = Gradients(holders, self.driver.clears, views=is_flat, units=[index for index, _ in found])
         left = any(holder.grad is not None for holder in holders)
@@ -79,14 +79,14 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.gradients.begin_loop()
 
     def remember(self) -> None:
-        # Each rank has another shard, so that a norm tells only the rank that has it.
+        # Each rank has another shard, so a norm means something only to its own rank.
         self.gradients.remember(accumulates=True)
         # A flat gradient is among those.
         self._known = [known(g) for _, g in self._unsynced] if self.accumulates and not self._is_flat else []
 
     @property
     def _unsynced(self) -> list[tuple[Unit, Tensor | None]]:
-        """The gradients that this rank has accumulated without a sync, and whose they are."""
+        """The gradients that this rank has accumulated without a sync, with their units."""
         return [(unit, gradient) for unit in self.following.units for gradient in unit.unsynced]
 
     @property
@@ -105,7 +105,7 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     @property
     def at_top(self) -> bool:
-        """Whether the ranks meet before any code of a step: else some of it has run, which joined ranks have not."""
+        """Whether the ranks meet before any code of a step: if not, only active ranks have run some of it."""
         return self.driver.meets_at is MeetingPoint.TOP
 
     def enter_tail(self) -> None:
@@ -154,10 +154,10 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.synced += syncs
 
     def check(self) -> Runs:
-        """Return what has become of the gradients, for joined ranks that are about to do something with theirs.
+        """Return what has happened to the gradients, for joined ranks that are about to change theirs.
 
         Raises:
-            JoinError: They, or the parameters, were changed in a way that joined ranks do not know of.
+            JoinError: The gradients or parameters were changed in a way that joined ranks do not know of.
         """
         self.contents.check(self.members.joined_names)
         self._raise_if_bypassed()
@@ -175,7 +175,7 @@ class ShardedModelParticipant(Participant, LoopModel):
                 )
 
     def before_all_ranks(self) -> None:
-        # A state dict is another one where there are gradients: torch steps an optimizer that has not stepped yet.
+        # A state dict depends on whether there are gradients: torch steps an optimizer that has not stepped yet.
         self.announce("states", self.check())
 
     def after_all_ranks(self) -> None:
@@ -191,7 +191,7 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     @property
     def _factor(self) -> float:
-        if self.members.serves or self.members.weighting == "world":  # asked for each gradient
+        if self.members.serves or self.members.weighting == "world":  # called for each gradient
             return 1.0
         return self.members.loss_factor
 
@@ -210,7 +210,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others.follow(self.gradients, runs, syncs, accumulates=True)
 
     def take(self, runs: Runs) -> None:
-        """Do, on a joined rank, to its gradients what the active ranks have done to theirs; no backward comes next."""
+        """Repeat, on a joined rank, what active ranks have done to their gradients; no backward comes next."""
         self._raise_if_unsynced()
         self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
 

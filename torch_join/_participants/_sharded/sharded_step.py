@@ -18,18 +18,18 @@ from torch_join._participants.hook import around_steps
 from torch_join._participants.participant import Driver, Participant
 
 Options = list[dict[str, Any]]  # of each group, without its parameters
-_SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives an optimizer that scales, and skips, by itself
+_SCALING = ("grad_scale", "found_inf")  # set by a GradScaler on an optimizer that scales, and skips, by itself
 
 
 class ShardedStepParticipant(Participant):
     """An optimizer whose parameters belong to given sharded models.
 
     Args:
-        optimizer: The optimizer; of one that wraps another (Accelerate's), the innermost.
-        models: The parts of all sharded models.
+        optimizer: The optimizer; the innermost one, if it wraps another (Accelerate's).
+        models: The participants of all sharded models.
 
     Raises:
-        UnsupportedError: Other parameters are among its own; or it is LBFGS.
+        UnsupportedError: It also has other parameters; or it is LBFGS.
     """
 
     kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs], dict[str, float]], "options": Options}
@@ -53,7 +53,7 @@ class ShardedStepParticipant(Participant):
                 " parameters at the end. Give them an optimizer each, and Join every model."
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
-        self._scales = False  # whether the step that is under way scales the gradients itself
+        self._scales = False  # whether the current step scales the gradients itself
         self._noted: Any = None  # the optimizer's state, as it was when all ranks had last done the same to theirs
 
     def enter(self) -> None:
@@ -66,7 +66,7 @@ class ShardedStepParticipant(Participant):
     # ------------------------------------------------------------ on an active rank
 
     def _is_quiet(self) -> bool:
-        # A joined rank's own reduction steps what a reduction here steps.
+        # A joined rank's own reduction makes the steps that a reduction here makes.
         return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
 
     def _check_state(self) -> None:
@@ -96,14 +96,14 @@ class ShardedStepParticipant(Participant):
         models = [model for model in self._sharded if self.members.announces or not model.at_top]
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
         for model in models:
-            model.contents.remember(mine)  # each parameter may have an optimizer
+            model.contents.remember(mine)  # each parameter may have its own optimizer
             if self._scales:  # in place
                 model.remember()
         if models:
             self._noted = state_of(self.optimizer)
 
     def _say_options(self) -> None:
-        """Tell joined ranks the hyperparameters, for a step inside of the next reduction."""
+        """Announce the hyperparameters to joined ranks, for a step inside the next reduction."""
         if any(_compat.steps_in_backward(group["params"]) for group in self.optimizer.param_groups):
             self.announce("options", group_options(self.optimizer))
 

@@ -1,14 +1,14 @@
-"""What the public joinables have in common: our `Join` unwraps them, torch's own `Join` runs their hooks.
+"""The common part of the public joinables: our `Join` unwraps them, torch's own `Join` runs their hooks.
 
-torch's protocol is one all-reduce per step: the first joinable of an active rank adds a one to it, a rank
-that has joined a zero, which then runs each main hook once. Here the first joinable is of this package, and
-right after that count, unless all are active, the ranks tell each other who is (and with how many samples).
+torch's protocol is one all-reduce per step: the first joinable of an active rank adds a one to it, a joined rank a
+zero, and then a joined rank runs each main hook once. Here the first joinable belongs to this package, and right after
+that count, unless all are active, the ranks exchange who is (and with how many samples).
 
-In the tail each announcement is a *word*, an all-reduce of one number, and a record on the channel. A main
-hook waits for words until its part is done for the step. Where it waits in vain (a forward without a
-backward, no optimizer step under accumulation) the next step begins with the word "no more". A rank that
-leaves its loop instead says nothing: torch's `__exit__` begins with the count, and its zero is taken for the
-word. For that reason a word looks as torch's count does, and the count itself is made up for afterwards.
+In the tail each announcement is a *word*, an all-reduce of one number, and a record on the channel. A main hook waits
+for words until its participant is done for the step. If it waits in vain (a forward without a backward, no optimizer
+step under accumulation) the next step starts with the word "no more". A rank that leaves its loop instead sends no
+word: torch's `__exit__` starts with the count, and its zero is taken for the word. For that reason a word looks like
+torch's count, and the count itself is made up for afterwards.
 """
 
 import weakref
@@ -36,11 +36,11 @@ _NO_MORE, _LEAVING, _MORE = -1, 0, 1
 
 
 class HookDriver(Driver):
-    """The driver of the joinables of this package in one `Join` of torch, which they share.
+    """The driver that the joinables of this package share in one torch `Join`.
 
     Args:
         group: The process group.
-        first: The first joinable of the `Join`, if it is of this package.
+        first: The first joinable of the `Join`, if it belongs to this package.
         weighting: How the gradients of the active ranks are combined.
     """
 
@@ -49,15 +49,15 @@ class HookDriver(Driver):
         self.participants: list[Participant] = []
         self.joinables: list[WrappingJoinable] = []
         self.started = self._finished = False
-        self._owners: list[WrappingJoinable] = []  # of the parts
+        self._owners: list[WrappingJoinable] = []  # of the participants
         self._first = first
         if first is not None:
             use_device(first.join_device, group)
         self.channel = open_channel(group)
-        self._undone: set[int] = set()  # the parts from which something may still come in this step
+        self._undone: set[int] = set()  # the participants that may still announce in this step
 
     def add(self, joinable: "WrappingJoinable") -> None:
-        """Take in the next joinable, and install what lets this rank notice what it does."""
+        """Add the next joinable, and install its hooks."""
         self.joinables.append(joinable)
         participant = joinable.make_participant(self, len(self.participants))
         if participant is not None:
@@ -73,15 +73,15 @@ class HookDriver(Driver):
             each.exit()
         self.channel.close()
 
-    # ------------------------------------------------------------ what the parts see
+    # ------------------------------------------------------------ for the participants
 
-    # They ask as well what only our own Join has.
+    # Participants also ask for features that only our own Join has.
     meets_at = MeetingPoint.FORWARD
     in_pieces = False
 
     @property
     def tail_log(self) -> "HookDriver":  # type: ignore[override]
-        """This object: there is nothing between the parts and torch's `Join`."""
+        """This object: nothing stands between the participants and torch's `Join`."""
         return self
 
     @property
@@ -98,25 +98,25 @@ class HookDriver(Driver):
         return self.members.announces
 
     def is_quiet(self) -> bool:
-        """Return whether there is nobody to tell of what this rank does."""
+        """Return whether this rank's actions need no announcement."""
         return not self.members.announces
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """Run it: joinables that are not of this package are torch's to run."""
+        """Run the hook: torch runs joinables that do not belong to this package."""
         main_hook()
 
     def own_collectives(self) -> AbstractContextManager[None]:
-        """Nothing else is mirrored, so that there is nothing to pass over."""
+        """Do nothing: no other collectives are mirrored, so there are none to ignore."""
         return nullcontext()
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
-        """Begin a step; all ranks have met when this returns."""
+        """Start a step; all ranks have met when this returns."""
         self.started = True
         with telling_failures(self.channel):
             if self.members.announces and self._undone:
                 self._word(_NO_MORE)
             work: Any = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
-            # A rank that has joined sees from the same sum that it is to meet the others.
+            # A joined rank sees from the same sum that it has to meet the others.
             if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
                 self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
@@ -126,7 +126,7 @@ class HookDriver(Driver):
         return True
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Tell the joined ranks, if there are any, what comes next, at once."""
+        """Announce what comes next to the joined ranks, if any, at once."""
         if not self.members.announces:
             return
         if not self._undone:
@@ -138,13 +138,13 @@ class HookDriver(Driver):
             self._undone.discard(index)
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
-        """Announce it as anything else: in torch's `Join` all active ranks do the same."""
+        """Announce as usual: in torch's `Join` all active ranks do the same."""
         self.announce(index, kind, payload)
 
     # ------------------------------------------------------------ what the hooks call
 
     def serve(self, joinable: "WrappingJoinable") -> None:
-        """Answer, on a joined rank, what the active ranks announce until they are done with this joinable."""
+        """Answer, on a joined rank, the active ranks' announcements until they are done with this joinable."""
         self.started = True
         if joinable not in self._owners:
             return
@@ -187,7 +187,7 @@ class HookDriver(Driver):
         finally:
             self.close()
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ who is active
 
     def _meet(self, active: bool, samples: int = 0) -> None:
         """Find out who is active at this step."""
@@ -202,13 +202,13 @@ class HookDriver(Driver):
             " of the first model, then at most one backward and one optimizer step;"
             f" {name_ranks(self.members.joined_names)} joined. Use torch_join.Join, which has no such limit."
         )
-        self._word(_MORE)  # the joined ranks take it for the count, and hear of the error as they meet
-        # Not before that: one that still waits for a record would leave, and who waits for it here hears nothing.
+        self._word(_MORE)  # the joined ranks take it for the count, and get the error as they meet
+        # Not earlier: a rank that still waits for a record would leave, and ranks that wait for it here learn nothing.
         self.channel.fail(f"JoinError: {error}")
         return error
 
     def _leave_tail(self) -> None:
-        """Say, after torch has, that this rank has joined: if a word was due, torch's count was taken for it."""
+        """Announce, after torch has, that this rank has joined: if a word was due, torch's count was taken for it."""
         if not self.members.announces:
             return
         self.members.take_role(Role.EVEN)
@@ -223,20 +223,20 @@ class HookDriver(Driver):
         return int(word.item())
 
 
-# The joinables of one torch `Join`, while it is being built.
+# The drivers of a torch `Join` that is being built.
 _building: weakref.WeakSet[HookDriver] = weakref.WeakSet()
 
 
 class WrappingJoinable(Joinable):
-    """A `Joinable` for something else, usable in torch's `Join` and in ours.
+    """A `Joinable` for another object, usable in torch's `Join` and in ours.
 
-    Nothing is installed before torch takes it in, with `enable=True`. What is installed then goes at the
-    end of the context, or with the `Join` object (after an exception, when torch calls nobody), at the
-    latest when the joinable is given to another one.
+    Nothing is installed before torch takes it in, with `enable=True`. The hooks installed then are removed at the end
+    of the context, or with the `Join` object (after an exception, when torch calls no hook), at the latest when the
+    joinable is passed to another one.
 
     Attributes:
         is_replicated: Whether its state is handed over.
-        has_group: Whether it was given a process group; else it takes part in whatever group the others have.
+        has_group: Whether it was given a process group; if not, it takes part in the group of the others.
     """
 
     is_replicated = True
@@ -252,7 +252,7 @@ class WrappingJoinable(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the collectives that tell who has joined."""
+        """The device of the collectives that count who has joined."""
         return self._device
 
     @property
@@ -264,7 +264,7 @@ class WrappingJoinable(Joinable):
         """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read.
 
         Raises:
-            UnsupportedError: What it is for is sharded; or the weighting counts batches, which nobody sees here.
+            UnsupportedError: The wrapped object is sharded; or the weighting counts batches, which are not seen here.
         """
         if holds_shards(self.wrapped):
             raise UnsupportedError(
@@ -279,14 +279,14 @@ class WrappingJoinable(Joinable):
         self._hook = weakref.ref(hook)
         return hook
 
-    # torch sets it when a `Join` of torch takes this in, after it has asked for the hook.
+    # torch sets it when a torch `Join` takes this joinable in, after asking for the hook.
     @property
     def _join_config(self) -> Any:
         return self._config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        """Install what lets this rank notice what happens in a step; torch's `Join` is being built."""
+        """Install the hooks that observe a step; torch's `Join` is being built."""
         self._config = config
         enable, is_first = config.enable, config.enable and config.is_first_joinable
         built = (d for d in _building if d.members.group == self.join_process_group and not d.started)
@@ -311,7 +311,7 @@ class WrappingJoinable(Joinable):
         driver.add(self)
 
     def misplaced(self, rule: str) -> JoinValueError:
-        """Return the error of a list in the wrong order."""
+        """Return the error for a list in the wrong order."""
         return JoinValueError(
             f"{self} cannot stand where it does in the list of torch's Join, which runs the hooks of a step in its"
             f" order and counts the active ranks when the first one says so: {rule}. Or use torch_join.Join, which"
@@ -319,15 +319,15 @@ class WrappingJoinable(Joinable):
         )
 
     def make_participant(self, driver: Driver, index: int) -> Participant | None:
-        """Return what takes part in each step, if anything does."""
+        """Return the participant for each step, if there is one."""
         return None
 
     def leads(self) -> bool:
-        """Whether a step begins with it, so that it may be the first in the list of torch's `Join`."""
+        """Whether a step starts with it, so that it may be first in the list of the `Join` in torch."""
         return False
 
     def is_done(self, kind: str, payload: Any) -> bool:
-        """Whether nothing more comes in a step after what was announced."""
+        """Whether nothing more comes in a step after this announcement."""
         return True
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class WrappingJoinable(Joinable):
 
 
 class _Hook(JoinHook):
-    """Its life is that of torch's `Join` object."""
+    """Lives as long as torch's `Join` object."""
 
     def __init__(self, joinable: WrappingJoinable) -> None:
         self._joinable = joinable
@@ -349,5 +349,5 @@ class _Hook(JoinHook):
 
 
 def unwrap(thing: Any) -> Any:
-    """Return what a joinable of this package was made of, and anything else as it is."""
+    """Return the object inside a joinable of this package, and any other object itself."""
     return thing.wrapped if isinstance(thing, WrappingJoinable) else thing

@@ -21,10 +21,10 @@ from torch_join._shadow.synced_norms import has_synced_norms
 
 
 class JoinableModel(WrappingJoinable):
-    """A DDP model as a `Joinable` of its own: exact gradients and buffers in torch's `Join` too.
+    """A DDP model as a `Joinable`: exact gradients and buffers in torch's `Join` too.
 
-    `Join([JoinableModel(ddp)])` of this package is the same as `Join([ddp])`. In torch's, each forward of
-    `ddp` tells the others that this rank has an input; the ranks that have none take part in its
+    In this package's `Join`, `Join([JoinableModel(ddp)])` is the same as `Join([ddp])`. In torch's, each forward of
+    `ddp` shows the other ranks that this rank has an input; ranks without one take part in its
     collectives with a zero-gradient pass. At the end all have the last rank's parameters and buffers.
 
     Args:
@@ -35,10 +35,10 @@ class JoinableModel(WrappingJoinable):
 
     Limits:
         In torch's `Join`, which understands `divide_by_initial_world_size` and `weighting` here, a model comes
-        first in the list, and a step is one forward of it. Joinables with collectives that are not of this
-        package follow it and are called after its backward. Other collectives in the step are not
-        mirrored. If a rank raises, the others wait until the process group's timeout, and what was
-        installed goes with the `Join` object. `torch_join.Join` has none of these limits.
+        first in the list, and a step is one forward of it. Other packages' joinables with collectives
+        come after it and are called after its backward. Other collectives in the step are not
+        mirrored. If a rank raises, the others wait until the process group's timeout, and installed
+        hooks go with the `Join` object. `torch_join.Join` has none of these limits.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -66,9 +66,9 @@ class JoinableModel(WrappingJoinable):
 
 
 class JoinableOptimizer(WrappingJoinable):
-    """An optimizer as a `Joinable` of its own.
+    """An optimizer as a `Joinable`.
 
-    `Join([JoinableOptimizer(optimizer)])` of this package is the same as `Join([optimizer])`. In torch's, the
+    In this package's `Join`, `Join([JoinableOptimizer(optimizer)])` is the same as `Join([optimizer])`. In torch's, the
     last rank's optimizer state replaces the others' at the end, bit for bit; a rank that never stepped
     gets it too. The shards of a `ZeroRedundancyOptimizer` are stepped in each step, with the gradients and
     the hyperparameters that an active rank sends.
@@ -81,8 +81,8 @@ class JoinableOptimizer(WrappingJoinable):
         JoinTypeError: `optimizer` is not an optimizer.
 
     Limits:
-        In torch's `Join` a `ZeroRedundancyOptimizer` comes after a `JoinableModel`, and after joinables with
-        collectives that are not of this package; it steps at most once after each backward.
+        In torch's `Join` a `ZeroRedundancyOptimizer` comes after a `JoinableModel`, and after other packages'
+        joinables with collectives; it steps at most once after each backward.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
@@ -100,7 +100,7 @@ class JoinableOptimizer(WrappingJoinable):
 class JoinableState(WrappingJoinable):
     """Anything with `state_dict` and `load_state_dict` as a `Joinable`: an LR scheduler, a `GradScaler`, an average.
 
-    `Join([JoinableState(thing)])` of this package is the same as `Join([thing])`. In torch's, too, the last
+    In this package's `Join`, `Join([JoinableState(thing)])` is the same as `Join([thing])`. In torch's, too, the last
     rank's state replaces the others' at the end.
 
     Args:
@@ -108,11 +108,10 @@ class JoinableState(WrappingJoinable):
         process_group: The process group, by default the whole world.
 
     Raises:
-        JoinTypeError: `thing` has no state to hand over, or takes part in each step and has a joinable of
-            its own.
+        JoinTypeError: `thing` has no state to hand over, or takes part in each step and has its own kind of joinable.
 
     Limits:
-        In torch's `Join` it comes after whatever announces each step of the loop, as a rule a model.
+        In torch's `Join` it comes after the joinable that announces each step of the loop, usually a model.
     """
 
     def __init__(self, thing: Any, process_group: dist.ProcessGroup | None = None) -> None:
@@ -131,9 +130,9 @@ class JoinableState(WrappingJoinable):
 class JoinableMetric(WrappingJoinable):
     """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
 
-    `Join([JoinableMetric(metric)])` of this package is the same as `Join([metric])`. In torch's, too, what is
-    synced in a step (`dist_sync_on_step=True`, or a `compute()`) comes from the active ranks, or from all
-    that have updated it, and from no others; a `reset()` resets it on the joined ranks as well.
+    In this package's `Join`, `Join([JoinableMetric(metric)])` is the same as `Join([metric])`. In torch's, too, states
+    synced in a step (`dist_sync_on_step=True`, or a `compute()`) come only from the active ranks, or from all
+    that have updated the metric; a `reset()` resets it on the joined ranks as well.
 
     Args:
         metric: The metric.
@@ -142,10 +141,10 @@ class JoinableMetric(WrappingJoinable):
         JoinTypeError: It is not a metric of torchmetrics.
 
     Limits:
-        In torch's `Join` a rank leaves its loop alone, so that there `compute()` belongs into a step or after
-        the `with`, where torchmetrics syncs as ever; between the two it would wait for ranks that are not
-        there. Without a model before it one of its metrics has `dist_sync_on_step=True`, and the first of
-        these is called once per step. Joinables that are not of this package come before it.
+        In torch's `Join` ranks leave the loop one by one, so `compute()` belongs in a step or after
+        the `with`, where torchmetrics syncs as usual; between the two it would wait for ranks that are not
+        there. Without a model before it, one of its metrics has `dist_sync_on_step=True`, and the first of
+        these is called once per step. Other packages' joinables come before it.
     """
 
     is_replicated = False
@@ -163,4 +162,4 @@ class JoinableMetric(WrappingJoinable):
         return any(metric.dist_sync_on_step for metric in self._metrics)
 
     def is_done(self, kind: str, payload: Any) -> bool:
-        return False  # until the next step begins
+        return False  # until the next step starts
