@@ -55,7 +55,7 @@ class EngineEvents:
     kinds: ClassVar[dict[str, Any]] = {
         "forward": type(None),
         "reset": type(None),
-        "module": tuple[int, int, list[tuple[int, bool]]],  # which of the phases, which module, what it uses of others'
+        "module": tuple[int, int, list[tuple[int, bool]]],  # phase, module, its parameters of other modules
         "gather": list[int],
         "partition": list[int],
         "prologue": list[int],  # the parameters that do not train
@@ -230,8 +230,7 @@ class EngineEvents:
             raise foreign("a record of an engine", f"phase {phase} of module {number}")
         module = self._modules[number]
         # A module's use of another one's parameter is noticed in its forward, and known from then on. This rank may
-        # have
-        # run none, and would prefetch fewer than the others.
+        # have run none, and would prefetch fewer than the others.
         for parameter, dangles in externals:
             _compat.add_external(module, self._parameter(parameter), dangles)
         getattr(_compat.offload_of(self.engine), _compat.PHASES[phase])(module)

@@ -67,9 +67,8 @@ class ShadowedSteps(Participant):
 
     def _begin_shadow(self) -> None:
         if not self._pending:
-            # All were frozen in the forward that DDP has prepared for, and it averages other gradients: of a later
-            # forward
-            # under `no_sync`, or of a penalty on the parameters. It only accepts all of them.
+            # All were frozen in the forward that DDP has prepared for, and it averages other gradients, of a later
+            # forward under `no_sync`, or of a penalty on the parameters. It only accepts all of them.
             self._shadow.freeze([])
             self._pending.append(self._shadow.zero())
 
