@@ -1,12 +1,12 @@
 """`Trainer(strategy="ddp_join")` and `Fabric(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
 
-Importing this package registers the strategies; it has no other effect. Fabric's are in `fabric.py`, which is imported
-where one of them is made.
+Importing this package registers the strategies and has no other effect. The Fabric strategies are in `fabric.py`, which
+is imported when one of them is created.
 
-Begin with `_strategy.py`, which builds what the folders hold, and with `_strategy_protocol.py`, which is all that they
-know of it. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports all three,
-the strategy all four. What the strategies have in common is `_base_strategy.py`; `_callback.py` and `_monitor` import
-them. Of `torch_join` only the public names and `integration` are imported.
+Start reading at `_strategy.py`, which uses the folders, and `_strategy_protocol.py`, the only module of the strategy
+that the folders import. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports
+all three, and the strategy all four. `_base_strategy.py` has the common part of the strategies; `_callback.py` and
+`_monitor` import the strategies. From `torch_join`, only the public names and `integration` are imported.
 """
 
 from functools import partial as _partial
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def _of_fabric(kind: str, **options: _Any) -> _Any:
-    """Return a strategy of Fabric's."""
+    """Return a Fabric strategy."""
     from lightning_join import fabric
 
     return getattr(fabric, kind)(**options)

@@ -1,4 +1,4 @@
-"""What the strategies of this package have in common: all but how a model's step is run."""
+"""The common part of the strategies of this package: everything except how they run a model's step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -94,7 +94,7 @@ class Joining(JoiningStrategy):
             self.check_arguments()
 
     def check_arguments(self) -> None:
-        """Raise if the strategy's arguments ask for something unsupported."""
+        """Raise if the strategy's arguments ask for an unsupported feature."""
 
     def __getstate__(self) -> dict[str, Any]:
         without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and a set-up
@@ -102,7 +102,7 @@ class Joining(JoiningStrategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """Where the ranks come from: under Ray Train that, of which no environment of Lightning's own knows."""
+        """The source of the ranks: under Ray Train, its own environment, since Lightning's environments ignore Ray."""
         return cast(ClusterEnvironment | None, vars(self)["cluster_environment"])
 
     @cluster_environment.setter
@@ -127,10 +127,10 @@ class Joining(JoiningStrategy):
             self.begin_joining()
 
     def begin_joining(self) -> None:
-        """Take over the trainer's loops and open the channel, once the process group is there.
+        """Take over the trainer's loops and open the channel, after the process group exists.
 
-        With one process nothing is taken over: it runs as under plain `ddp`. So it does where no run sets up the
-        environment but the user, before there is a model or a trainer.
+        With one process, nothing is taken over: the strategy behaves like plain `ddp`. It also does if the user sets up
+        the environment outside of a run, before there is a model or a trainer.
         """
         trainer = _compat.trainer_of(self.lightning_module)
         if trainer is None:
@@ -159,7 +159,7 @@ class Joining(JoiningStrategy):
             self.metrics = self.driver.add(partial(ModuleMetrics, module=self.lightning_module))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Do what `Strategy.backward` does; joined ranks may take part in autograd's part of it."""
+        """Run `Strategy.backward`; joined ranks may take part in the autograd part of it."""
         if self.join is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, precision = self.lightning_module, self.precision_plugin
@@ -175,18 +175,18 @@ class Joining(JoiningStrategy):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this one trains on at the current step: with `rebalance`, perhaps another."""
+        """The rank whose batch this rank trains on at the current step: with `rebalance`, perhaps another rank."""
         share = self.join.share if self.join is not None else None
         return None if share is None else share.owner
 
     @property
     def owner_batch_idx(self) -> int | None:
-        """The index of that batch among its owner's in this epoch; `batch_idx` without `rebalance`."""
+        """The index of that batch among its owner's batches in this epoch; `batch_idx` without `rebalance`."""
         share = self.join.share if self.join is not None else None
         return None if share is None else share.batch_idx
 
     def take_joinables(self) -> list[Joinable]:
-        """Return the joinables of the user's own; all ranks meet. In one process, have their post-hooks run there."""
+        """Return the user's joinables; all ranks meet. In a single process, also arrange to run their post-hooks."""
         assert self.lightning_module is not None
         joinables = all_joinables(self.joinables, self.lightning_module, self.channel, self.monitored)
         if self.world_size == 1 and _compat.trainer_of(self.lightning_module) is not None:
@@ -233,7 +233,7 @@ class Joining(JoiningStrategy):
                 undo()
 
     def end_joining(self) -> None:
-        """Remove all that was installed for joining; doing it again does nothing."""
+        """Undo every change that was made for joining; a second call does nothing."""
         if self.driver is not None:
             self.driver.close()
         self.channel.close()
@@ -243,7 +243,7 @@ class Joining(JoiningStrategy):
     # ------------------------------------------------------------ who is in a step, and its collectives
 
     def run_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a `training_step`, on a batch or, on a finished rank, on a placeholder, which is logged nowhere."""
+        """Run `training_step` on a batch or, on a finished rank, on a placeholder, whose values are not logged."""
         assert self.join is not None
         assert self.lightning_module is not None
         with ExitStack() as stack:
@@ -287,7 +287,7 @@ class Joining(JoiningStrategy):
 
     @property
     def meets_over(self) -> Channel | None:
-        """Where the ranks can meet; `None` outside of a run."""
+        """The channel on which the ranks can meet; `None` outside of a run."""
         return self.channel if self.driver is not None else None
 
     def check_backward(self, everyone: bool) -> None:
@@ -301,9 +301,9 @@ class Joining(JoiningStrategy):
             )
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, as `DDPStrategy.reduce`, but with an exact mean of integers.
+        """Reduce a tensor over the ranks like `DDPStrategy.reduce`, but with an exact mean of integers.
 
-        Lightning truncates it: batch sizes 10 and 25 have the mean 17 there. Here it is a float64.
+        Lightning truncates that mean: for batch sizes 10 and 25, it returns 17. Here the mean is a float64.
         """
         if not self.options.enable or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
@@ -318,7 +318,7 @@ class Joining(JoiningStrategy):
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def meet_in_set_up(self) -> None:
-        """Wait for all ranks, in the set-up, where a failure of one is heard of: not in a collective that lacks it."""
+        """Wait for all ranks in the set-up, on the channel: it reports a failed rank, where a collective would hang."""
         if self.sets_up:
             self.channel.gather(None)
 

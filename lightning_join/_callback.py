@@ -1,4 +1,4 @@
-"""`JoinCallback`: a trainer's plain `ddp`, `fsdp` or model-parallel strategy joins."""
+"""`JoinCallback`: makes a trainer's plain `ddp`, `fsdp` or model-parallel strategy a joining one."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,25 +37,25 @@ JOINING: dict[type[Strategy], type[Joining]] = {
 class JoinCallback(Callback):
     """Makes a trainer's plain strategy train exactly on uneven dataloaders.
 
-    `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does what `Trainer(strategy="ddp_join")` does,
-    for `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, for each of these with
-    `_find_unused_parameters_true` or `_false`, and for a `DDPStrategy(...)`; so it does for `fsdp`,
-    `fsdp_cpu_offload` and a `FSDPStrategy(...)`, for a `ModelParallelStrategy(...)`, and for Ray Train's three
-    strategies. When a run ends, also with an exception, strategy and loops are again what they were.
+    `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does the same as `Trainer(strategy="ddp_join")`.
+    The supported strategies are `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, each of these with
+    `_find_unused_parameters_true` or `_false`, `DDPStrategy(...)`, `fsdp`, `fsdp_cpu_offload`,
+    `FSDPStrategy(...)`, `ModelParallelStrategy(...)`, and the three strategies of Ray Train. When a run ends,
+    with or without an exception, the callback restores the strategy and the loops.
 
     Args:
-        weighting: As in `DDPJoinStrategy`; so is the rest.
+        weighting: As in `DDPJoinStrategy`, like all other arguments.
 
     Raises:
-        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. When a run
-            begins: there are two of these callbacks, or the dataloaders are already set up.
-        JoinTypeError: When a run begins: the strategy is another one, or the trainer is not Lightning's.
-        UnsupportedError: When a run begins: the strategy's arguments ask for something that cannot train on
-            uneven inputs.
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start
+            of a run: there are two of these callbacks, or the dataloaders are already set up.
+        JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is not Lightning's.
+        UnsupportedError: At the start of a run: the strategy's arguments ask for a feature that cannot train
+            on uneven inputs.
 
     Limits:
-        With one device and Lightning's single-device strategy nothing is to be done, and nothing is:
-        `trainer.strategy.joined` is always `False` there.
+        With one device and Lightning's single-device strategy, the callback does nothing:
+        `trainer.strategy.joined` is always `False`.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
 
 
 def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
-    """Make a plain strategy one that joins and has these attributes, until its `undo` is called."""
+    """Make a plain strategy a joining one with these attributes, until its `undo` is called."""
     callbacks = list(trainer.callbacks)
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
     undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks)

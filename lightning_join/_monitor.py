@@ -1,4 +1,4 @@
-"""`JoinMonitor`: how uneven the dataloaders are, and what that costs."""
+"""`JoinMonitor`: measures how uneven the dataloaders are, and the cost of that."""
 
 import time
 from dataclasses import replace
@@ -23,39 +23,39 @@ from torch_join.integration import Channel, EpochRecord, Stopwatch
 class JoinMonitor(Callback):
     """Logs, per epoch, the batches and shadow steps of each rank, and the share of time that ranks were idle.
 
-    A rank is idle while it has joined: it has run out of batches and others have not. (That a rank waits
-    for a slower one inside a step is not counted, and time spent in validation is left out.)
+    A rank is idle once it has joined: it has run out of batches and other ranks have not. (Waiting for a
+    slower rank inside a step does not count as idle, and validation time is excluded.)
 
-    After each epoch rank 0 prints one line and logs to the trainer's loggers: `join/idle_share` (of all
-    ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
-    `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until it joined). With more than 16
-    ranks the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
-    Of all ranks: `join/idle_seconds`, added up; `join/skew`, the longest rank's batches over the mean; and what
-    rebalancing would save, `join/steps_to_save` and `join/seconds_to_save` (an estimate, by the mean step).
-    Where batches are rebalanced also `join/donated`, `join/donated_bytes` and `join/steps_saved`, of all ranks.
+    After each epoch, rank 0 prints one line and logs these values to the trainer's loggers: `join/idle_share`
+    (of all ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
+    `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until the rank joined). With more than 16
+    ranks, the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
+    Over all ranks, it logs `join/idle_seconds`, their sum; `join/skew`, the longest rank's batches over the mean; and
+    the savings of rebalancing, `join/steps_to_save` and `join/seconds_to_save` (an estimate from the mean step).
+    If batches are rebalanced, it also logs `join/donated`, `join/donated_bytes` and `join/steps_saved` of all ranks.
 
-    It warns, once a fit, when the skew is so large that resharding would pay more than joining. With
-    n batches in all, W ranks with even shards need ceil(n / W) steps, and uneven ones as many as the
-    longest rank has, unless batches are rebalanced; the difference is lost in every epoch. Rewriting the data
-    costs one pass over it, which is about one epoch at most. So if even shards save a tenth of an epoch,
-    resharding has paid after ten.
+    The monitor warns, once per fit, if the skew is so large that resharding would pay off. For n batches in
+    total, W ranks with even shards need ceil(n / W) steps. With uneven shards, they need as many steps as the
+    longest rank has batches, unless batches are rebalanced; each epoch loses the difference. Rewriting the data
+    costs one pass over it, about one epoch at most. So if even shards save a tenth of an epoch, resharding has
+    paid off after ten epochs.
 
     Args:
-        report: Where to write, after each epoch, a page that shows all of this: see `torch_join.JoinMonitor`.
-        plot: Where to write, likewise, a PNG file with a bar per rank that shows when it was active and joined. It
-            takes matplotlib (`pip install 'torch-join[plot]'`).
-        reshard_above: The share of an epoch's steps that even shards must save for the warning, from 0 to 1.
+        report: The path of a page that shows all of this, written after each epoch: see `torch_join.JoinMonitor`.
+        plot: The path of a PNG file, also written after each epoch, with a bar per rank that shows when the rank was
+            active and joined. It requires matplotlib (`pip install 'torch-join[plot]'`).
+        reshard_above: The share of an epoch's steps, from 0 to 1, that even shards must save for the warning.
 
     Raises:
         JoinValueError: `reshard_above` is not from 0 to 1, or `plot` is given and matplotlib is missing.
-        JoinTypeError: `plot` or `report` is no path. When a run begins: the strategy does not join, or the trainer is
-            not Lightning's.
+        JoinTypeError: `plot` or `report` is not a path. At the start of a run: the strategy does not join, or the
+            trainer is not Lightning's.
 
     Attributes:
-        epochs: What all ranks did in each epoch of the fit, the same on every rank.
+        epochs: The records of all ranks in each epoch of the fit, the same on every rank.
 
     Limits:
-        An epoch that is resumed in its middle counts from there.
+        A resumed epoch counts from the batch where it resumes.
     """
 
     def __init__(

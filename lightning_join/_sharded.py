@@ -1,4 +1,4 @@
-"""The strategies of sharded models: `Trainer(strategy="fsdp_join")`, `"model_parallel_join"`, `"deepspeed_join"`."""
+"""The strategies for sharded models: `Trainer(strategy="fsdp_join")`, `"model_parallel_join"`, `"deepspeed_join"`."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from torch_join.integration import (
 
 
 class Sharded(Joining):
-    """How a sharded model's step is run."""
+    """The common part of the strategies for sharded models: how they run a step."""
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -80,7 +80,7 @@ class Sharded(Joining):
 
 
 class _WholeResultLauncher(_compat.MultiProcessingLauncher):
-    """Brings back the whole weights, where Lightning's takes for them what rank 0 holds."""
+    """Returns the whole weights to the main process; Lightning's launcher returns only the shard of rank 0."""
 
     def _collect_rank_zero_results(self, trainer: "Trainer", results: Any) -> Any:
         strategy: Any = self._strategy
@@ -95,18 +95,18 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
-    parameters and each reduction of gradients, and steps its shards, until the last rank is done.
+    parameters and each reduction of gradients, and updates its shards, until the last rank is done.
 
     Args:
-        *args: `FSDPStrategy`'s positional arguments.
+        *args: The positional arguments of `FSDPStrategy`.
         start_method: How processes are started, as in `DDPStrategy`.
-        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `FSDPStrategy`'s keyword arguments.
+        **kwargs: The options of `DDPJoinStrategy` (`weighting`, ...), and the keyword arguments of `FSDPStrategy`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
 
     Limits:
-        `docs/sharded.md` lists what raises.
+        `docs/sharded.md` lists the unsupported cases, which raise.
     """
 
     strategy_name = "fsdp_join"
@@ -125,39 +125,39 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
 
 
 class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
-    """`fully_shard`, also over tensor parallelism, that trains exactly on uneven dataloaders.
+    """`fully_shard`, also combined with tensor parallelism, that trains exactly on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
 
     Args:
-        *args: `ModelParallelStrategy`'s positional arguments.
-        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `ModelParallelStrategy`'s keyword arguments.
+        *args: The positional arguments of `ModelParallelStrategy`.
+        **kwargs: The options of `DDPJoinStrategy` (`weighting`, ...), and `ModelParallelStrategy`'s keyword arguments.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
 
     Limits:
-        `docs/sharded.md` lists what raises.
+        `docs/sharded.md` lists the unsupported cases, which raise.
     """
 
     strategy_name = "model_parallel_join"
 
 
 class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
-    """DeepSpeed that trains exactly on uneven dataloaders, in ZeRO's stages 0 to 3, with offload to the CPU.
+    """DeepSpeed that trains exactly on uneven dataloaders, with ZeRO stages 0 to 3 and offload to the CPU.
 
-    A rank that runs out of batches stays in the fit loop, in step with the others: it replays what the others' engines
-    do, with zeros for gradients, and steps its shards, until the last rank is done.
+    A rank that runs out of batches stays in the fit loop, in step with the others: it replays the calls of the others'
+    engines with zero gradients, and updates its shards, until the last rank is done.
 
     Args:
-        *args: `DeepSpeedStrategy`'s positional arguments.
-        **kwargs: `DDPJoinStrategy`'s own (`weighting`, ...), and `DeepSpeedStrategy`'s keyword arguments.
+        *args: The positional arguments of `DeepSpeedStrategy`.
+        **kwargs: The options of `DDPJoinStrategy` (`weighting`, ...), and the keyword arguments of `DeepSpeedStrategy`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
 
     Limits:
-        `docs/deepspeed.md` lists what raises.
+        `docs/deepspeed.md` lists the unsupported cases, which raise.
     """
 
     strategy_name = "deepspeed_join"

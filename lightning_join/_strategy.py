@@ -1,4 +1,4 @@
-"""The strategy: `Trainer(strategy="ddp_join")`."""
+"""The DDP strategy: `Trainer(strategy="ddp_join")`."""
 
 import gc
 from collections.abc import Callable
@@ -28,36 +28,36 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     schedulers, callbacks, validation and checkpoints work as they do on even inputs.
 
     Args:
-        *args: `DDPStrategy`'s positional arguments.
-        weighting: How the gradients of the ranks that have a batch are combined. `"world"` (the
-            default): their sum over the world size; `"active"`: their mean; `"samples"`: weighted by
-            batch size, as one process training on the union of the batches; a function: by what it returns
-            for each batch, as the dataloader yields it, such as its number of tokens.
-        divide_by_initial_world_size: torch's name for the same: `True` is `"world"`, `False` is
+        *args: The positional arguments of `DDPStrategy`.
+        weighting: How the gradients of the ranks that have a batch are combined: `"world"` (the default),
+            their sum over the world size; `"active"`, their mean; `"samples"`, weighted by batch size, as
+            in one process that trains on the union of the batches; a function, weighted by the number that
+            it returns for a batch from the dataloader, such as its number of tokens.
+        divide_by_initial_world_size: torch's argument for the weighting: `True` is `"world"`, `False` is
             `"active"`.
         throw_on_early_termination: Whether to end the fit on all ranks, with an
             `EarlyTerminationError`, when the first rank runs out while others have batches.
         enable: `False` makes this a plain `DDPStrategy`.
-        joinables: `torch.distributed.algorithms.Joinable`s whose collectives a step issues, besides
-            those that the module's `configure_joinables()` returns.
-        backward_collectives: Whether backwards may have collectives of their own though no autograd function has one
-            in forward; where one has (SyncBatchNorm, `torch.distributed.nn.functional`), this is found out.
-        rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
-            batches divided by ranks. It is another trajectory than without: fewer steps, of more batches each.
-        placeholder: What a rank that has run out of batches runs its `training_step` on, for models that live on
-            several ranks: `"last"`, its last batch; `"rows"`, that without samples; or a function that gets it and
-            returns what takes its place. The loss counts zero, and nothing of it is logged.
-        hand_over_buffers: Whether a rank without a batch takes, after each step, the buffers that nobody broadcasts
-            (`broadcast_buffers=False`, ignored ones, FSDP's); `None`: of modules of which all ranks that have trained
-            hold the same where the first one runs out.
-        **kwargs: `DDPStrategy`'s keyword arguments, which include `DistributedDataParallel`'s.
+        joinables: Further `torch.distributed.algorithms.Joinable`s whose collectives a step issues, in
+            addition to those that the module's `configure_joinables()` returns.
+        backward_collectives: Whether backwards may run collectives although no autograd function ran one in the
+            forward; if one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
+        rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
+            number of ranks) steps. This changes the training trajectory: there are fewer steps, each with more batches.
+        placeholder: The batch on which a finished rank runs `training_step`, for models that live on several ranks:
+            `"last"`, its last batch; `"rows"`, that batch without samples; or a function that takes that batch and
+            returns the placeholder. The loss has zero weight, and the step logs nothing.
+        hand_over_buffers: Whether a finished rank takes over, after each step, the buffers that are not broadcast
+            (`broadcast_buffers=False`, ignored buffers, FSDP's buffers). `None`: only in modules whose buffers are the
+            same on all ranks that have trained, at the time when the first rank runs out.
+        **kwargs: The keyword arguments of `DDPStrategy`, including those of `DistributedDataParallel`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
-        UnsupportedError: The arguments ask for something that cannot train on uneven inputs yet.
+        UnsupportedError: The arguments ask for a feature that cannot train on uneven inputs yet.
 
     Limits:
-        `docs/lightning.md` lists what raises.
+        `docs/lightning.md` lists the unsupported cases, which raise.
     """
 
     strategy_name = "ddp_join"

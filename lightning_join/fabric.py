@@ -1,7 +1,7 @@
 """Lightning Fabric on uneven dataloaders, exactly: `Fabric(strategy="ddp_join")`.
 
-Each loop over a dataloader that `fabric.setup_dataloaders` has returned is a `torch_join.Join` around all that Fabric
-has set up, and serves in its end the ranks that have more batches. Nothing else changes in the script.
+Each loop over a dataloader from `fabric.setup_dataloaders` is a `torch_join.Join` context around everything that Fabric
+has set up; at its end, it serves the ranks that have more batches. Nothing else changes in the script.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
     ```
 
     Args:
-        *args: `DDPStrategy`'s positional arguments.
-        **kwargs: `Join`'s options (`weighting`, `rebalance`, `monitor`, ...), `joinables`, and `DDPStrategy`'s own
-            arguments, of which `timeout` is also how long a rank waits for another in a loop.
+        *args: The positional arguments of `DDPStrategy`.
+        **kwargs: The options of `Join` (`weighting`, `rebalance`, `monitor`, ...), `joinables`, and the keyword
+            arguments of `DDPStrategy`. Its `timeout` is also how long a rank waits for another in a loop.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
 
     Limits:
-        `docs/fabric.md` lists what raises.
+        `docs/fabric.md` lists the unsupported cases, which raise.
     """
 
 
@@ -48,8 +48,8 @@ class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
     """FSDP for Fabric, on uneven dataloaders.
 
     Args:
-        *args: `FSDPStrategy`'s positional arguments.
-        **kwargs: `DDPJoinStrategy`'s own, and `FSDPStrategy`'s keyword arguments.
+        *args: The positional arguments of `FSDPStrategy`.
+        **kwargs: The options of `DDPJoinStrategy`, and the keyword arguments of `FSDPStrategy`.
 
     Raises:
         JoinValueError: See `DDPJoinStrategy`.
@@ -61,14 +61,14 @@ def _as_it_is(model: nn.Module, _: Any) -> nn.Module:
 
 
 class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
-    """`fully_shard` for Fabric, also over tensor parallelism, on uneven dataloaders.
+    """`fully_shard` for Fabric, also combined with tensor parallelism, on uneven dataloaders.
 
     The ranks of one tensor-parallel group must have the same batches.
 
     Args:
-        parallelize_fn: As for `ModelParallelStrategy`; without it, models are sharded before they are set up.
-        *args: `ModelParallelStrategy`'s other positional arguments.
-        **kwargs: `DDPJoinStrategy`'s own, and `ModelParallelStrategy`'s keyword arguments.
+        parallelize_fn: The function of `ModelParallelStrategy`; without it, shard models before you set them up.
+        *args: The other positional arguments of `ModelParallelStrategy`.
+        **kwargs: The options of `DDPJoinStrategy`, and the keyword arguments of `ModelParallelStrategy`.
 
     Raises:
         JoinValueError: See `DDPJoinStrategy`.
@@ -81,7 +81,7 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
         """Set up a model.
 
         Raises:
-            UnsupportedError: Nothing in it is sharded.
+            UnsupportedError: No part of the model is sharded.
         """
         found = super().setup_module(module)
         if not is_sharded_model(found):
@@ -94,17 +94,17 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
 
 
 class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
-    """DeepSpeed for Fabric, on uneven dataloaders, in ZeRO's stages 0 to 3.
+    """DeepSpeed for Fabric, on uneven dataloaders, with ZeRO stages 0 to 3.
 
     Args:
-        *args: `DeepSpeedStrategy`'s positional arguments.
-        **kwargs: `DDPJoinStrategy`'s own, and `DeepSpeedStrategy`'s keyword arguments.
+        *args: The positional arguments of `DeepSpeedStrategy`.
+        **kwargs: The options of `DDPJoinStrategy`, and the keyword arguments of `DeepSpeedStrategy`.
 
     Raises:
         JoinValueError: See `DDPJoinStrategy`.
 
     Limits:
-        `docs/deepspeed.md` lists what raises.
+        `docs/deepspeed.md` lists the unsupported cases, which raise.
     """
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The strategies under Ray Train, as `prepare_trainer` takes them."""
+"""Strategies for Ray Train, which `prepare_trainer` accepts."""
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from ray.train.lightning import RayDDPStrategy, RayDeepSpeedStrategy, RayFSDPStrategy
@@ -26,16 +26,16 @@ class RayDDPJoinStrategy(DDPJoinStrategy, RayDDPStrategy):  # type: ignore[misc]
     ```
 
     Args:
-        *args: `DDPJoinStrategy`'s, as are all keyword arguments.
+        *args: The positional and keyword arguments of `DDPJoinStrategy`.
     """
 
 
 class RayFSDPJoinStrategy(FSDPJoinStrategy, RayFSDPStrategy):  # type: ignore[misc]
-    """`FSDPJoinStrategy` under Ray Train, with its arguments."""
+    """`FSDPJoinStrategy` under Ray Train, with the same arguments."""
 
 
 class RayDeepSpeedJoinStrategy(DeepSpeedJoinStrategy, RayDeepSpeedStrategy):  # type: ignore[misc]
-    """`DeepSpeedJoinStrategy` under Ray Train, with its arguments."""
+    """`DeepSpeedJoinStrategy` under Ray Train, with the same arguments."""
 
 
 # What a strategy of Ray's becomes.

@@ -1,4 +1,4 @@
-"""`gather_predictions`: what `trainer.predict` has returned on all ranks, in order."""
+"""`gather_predictions`: the results of `trainer.predict` on all ranks, in order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,32 +25,32 @@ def gather_predictions(
     everything = gather_predictions(trainer, predictions)
     ```
 
-    Where a sampler deals the dataset out to the ranks (Lightning's, torch's, ours, or one with the attributes `rank`
-    and `num_replicas`) they are in the dataset's order, which Lightning has recorded as it read. Each sample is there
-    once, though a sampler that pads gives some to two ranks. Where each rank has a shard of its own they are in the
-    order of the ranks, and on each in that of its shard; of a shard that has no indices, such as a stream, in that of
-    its batches.
+    If a sampler deals the dataset out to the ranks (Lightning's, torch's, ours, or one with the attributes `rank`
+    and `num_replicas`), predictions are in the dataset's order, since Lightning records the indices that it reads. Each
+    sample occurs once, even if a sampler that pads gives it to two ranks. If each rank has its own shard, predictions
+    are in order of ranks, and for each rank in the order of its shard. If a shard has no indices (a stream, say), they
+    are in order of its batches.
 
     Args:
         trainer: The trainer, after `predict` or in a hook at its end.
-        predictions: What `predict` has returned on this rank, or as many other structures: a list by batch, of several
-            dataloaders a list of these. A batch's structure is a tensor with a row for each sample, a list with an
-            object for each, or a tuple or a mapping of structures.
-        rank: The rank that gets them; by default all do.
-        indices: The samples' indices by batch, where they cannot be known otherwise: like `predictions`, but with a
+        predictions: The return value of `predict` on this rank, or the same number of other structures: a list by
+            batch; with several dataloaders, a list of such lists. A batch's structure is a tensor with a row for each
+            sample, a list with an object for each, or a tuple or a mapping of structures.
+        rank: The rank that gets the result; by default all do.
+        indices: The samples' indices by batch, if they are not known otherwise: like `predictions`, but with a
             tensor or a sequence of whole numbers for each batch.
-        order: `"dataset"`: indices are of a dataset that all ranks have. `"shards"`: of each rank's own. By default
-            this follows from the sampler; with `indices` it is `"dataset"`.
+        order: `"dataset"`: indices refer to a dataset that all ranks have. `"shards"`: indices refer to each rank's own
+            dataset. By default, this follows from the sampler; with `indices` it is `"dataset"`.
 
     Returns:
         One structure like a batch's: tensors joined along their first dimension, lists end to end; mappings as
-        dictionaries. Of several dataloaders a list of these. `None` on other ranks than `rank`, and for a dataloader
+        dictionaries. With several dataloaders, a list of these. `None` on ranks other than `rank`, and for a dataloader
         in which no rank has a batch.
 
     Raises:
-        JoinValueError: On all ranks, if something in the predictions of one has no row for each sample, or they are not
-            those of the last `predict`.
-        UnsupportedError: On all ranks, if the order is not known; the message says what to pass.
+        JoinValueError: On all ranks, if some rank's predictions lack a row for each sample, or are not from the last
+            `predict`.
+        UnsupportedError: On all ranks, if the order is not known; the message names the argument to pass.
     """
     combined = trainer.predict_loop._combined_loader
     loaders: list[Any] = [] if combined is None else combined.flattened

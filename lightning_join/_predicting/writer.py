@@ -23,17 +23,17 @@ class JoinPredictionWriter(BasePredictionWriter):
     predictions = read_predictions("predictions.rows")
     ```
 
-    Each rank appends its batches to a file of its own beside that one. When all are done rank 0 goes through these and
-    writes all predictions in order; only then the file is there, and the ranks' own ones are removed. What is kept in
-    memory are three numbers for each sample.
+    Each rank appends its batches to its own file next to that one. When all ranks are done, rank 0 reads these files
+    and writes all predictions in order; only then does the file appear, and the ranks' files are removed. Memory holds
+    three numbers for each sample.
 
     Args:
-        path: Of the file, on a file system that all ranks have. One that is there is replaced at the end.
+        path: The path of the file, on a file system that all ranks share. An existing file is replaced at the end.
         order: As in `gather_predictions`.
 
     Raises:
-        JoinError: On all ranks, if something in the predictions of one has no row for each sample, or the file cannot
-            be written, or the order is not known.
+        JoinError: On all ranks, if some rank's predictions lack a row for each sample, if the file cannot be written,
+            or if the order is not known.
     """
 
     def __init__(self, path: str | os.PathLike[str], order: Order | None = None) -> None:
@@ -92,19 +92,19 @@ class JoinPredictionWriter(BasePredictionWriter):
 
 
 def read_predictions(path: str | os.PathLike[str]) -> FileRows | list[FileRows]:
-    """Return the predictions that a `JoinPredictionWriter` has written; none is read before it is asked for.
+    """Return the predictions that a `JoinPredictionWriter` wrote; each is read only on access.
 
-    `predictions[i]` is that of a sample, `predictions[i:j]` a structure like a batch's, and `predictions[:]` what
-    `gather_predictions` returns. A loop goes through the samples, in bounded memory.
+    `predictions[i]` is the prediction of one sample, `predictions[i:j]` a structure like a batch's, and
+    `predictions[:]` the result of `gather_predictions`. A loop iterates over the samples, in bounded memory.
 
     Args:
-        path: Of the file. It holds pickles, which can run code: read only files that you trust.
+        path: The path of the file. It holds pickles, which can run code: read only files that you trust.
 
     Returns:
-        The predictions; of several dataloaders a list.
+        The predictions; with several dataloaders, a list of them.
 
     Raises:
-        JoinValueError: It is no such file.
+        JoinValueError: The file was not written by a `JoinPredictionWriter`.
     """
     found = read_rows(path)
     return found[0] if len(found) == 1 else found
