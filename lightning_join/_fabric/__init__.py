@@ -1,4 +1,4 @@
-"""Fabric's side of this package, but for its strategies, which are in `fabric.py` beside this folder.
+"""The Fabric part of this package, except for the strategies, which are in `fabric.py` next to this folder.
 
-Begin with: `joins.py`.
+Start reading at `joins.py`.
 """

@@ -1,4 +1,4 @@
-"""A dataloader of Fabric's whose loops serve, and whose place goes into a checkpoint."""
+"""A Fabric dataloader whose loops serve other ranks, and whose position goes into a checkpoint."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 class JoinedLoader(Generic[T]):
-    """A loader that was set up; each loop over it serves, in its end, ranks that have more batches.
+    """A loader that was set up; at its end, each loop over it serves the ranks that have more batches.
 
     Args:
-        loader: What Fabric would go through.
+        loader: The loader over which Fabric itself would iterate.
         joins: The strategy.
-        number: What all ranks call it; 0 where not all have set it up.
+        number: The loader's number, the same on all ranks; 0 if not all ranks have set it up.
 
     Attributes:
         number: See above.
-        positions: Begins the next loop over it where a checkpoint says.
-        is_within: Whether it was gone through last as a part of something else, such as a zip.
+        positions: Starts the next loop over the loader at the position from a checkpoint.
+        is_within: Whether the last loop over it was part of another iterable, such as a zip.
     """
 
     def __init__(self, loader: Iterable[T], joins: Any, number: int = 0) -> None:
@@ -43,23 +43,23 @@ class JoinedLoader(Generic[T]):
         return getattr(self._joined_loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every rank's place: where the loop over it goes on; all ranks that have a batch call this."""
+        """Return every rank's position, from which a loop can resume; all ranks that have a batch call this."""
         found: dict[str, Any] = self._joins.state_of_loader(self)
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next loop over it go on where `state_dict` was called; all ranks call this."""
+        """Resume the next loop over this loader where `state_dict` was called; all ranks call this."""
         self._joins.check_outside("A dataloader's state was loaded")
         self.positions.load(state)
 
     def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
-        """Return what reads it in a loop."""
+        """Return the reader for a loop over this loader."""
         self.positions.reader, self.is_within = _AheadReader(loader, place, after), False
         self.positions.reader.dealt_samples = sharded_samples(loader)
         return self.positions.reader
 
     def tell_epoch(self, loader: Any) -> None:
-        """Tell its samplers the epoch: Fabric has, but counts them from 0 in each process."""
+        """Set the epoch of its samplers: Fabric has set it, but counts epochs from 0 in each process."""
         place = self.positions.place
         told = [] if place is None else told_epochs(loader, place["begun"])
         for sampler in self._samplers(loader):
@@ -76,7 +76,7 @@ class JoinedLoader(Generic[T]):
 
 
 class _AheadReader(Reader[T]):
-    """Reads one batch ahead, so that it knows which one is the last."""
+    """Reads one batch ahead, so that it knows which batch is the last."""
 
     dealer = "Fabric's sampler", "Pass setup_dataloaders(..., use_distributed_sampler=False)"
     _reads_ahead = True

@@ -1,4 +1,4 @@
-"""What the strategies of Fabric have in common: all but how a model is set up."""
+"""The common part of the Fabric strategies: everything except how they set up a model."""
 
 import gc
 import weakref
@@ -48,18 +48,18 @@ _BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
 
 
 class Joins:
-    """A strategy of Fabric's whose dataloaders serve; it comes before `ActiveCollectives` and a class of Fabric's own.
+    """A Fabric strategy whose dataloaders serve other ranks; a base before `ActiveCollectives` and a Fabric strategy.
 
     Args:
-        *args: The positional arguments of Fabric's own.
-        joinables: What takes part besides all that is set up: averages, metrics, LR schedulers.
-        weighting: As in `torch_join.Join`; so is the rest.
-        monitor: A `torch_join.JoinMonitor`, whose numbers go to Fabric's loggers too.
-        **kwargs: The keyword arguments of Fabric's own.
+        *args: The positional arguments of the Fabric strategy.
+        joinables: Further objects that take part, in addition to all that are set up: averages, metrics, LR schedulers.
+        weighting: As in `torch_join.Join`, like all other arguments.
+        monitor: A `torch_join.JoinMonitor`, whose values also go to Fabric's loggers.
+        **kwargs: The keyword arguments of the Fabric strategy.
 
     Attributes:
-        joinables: May be set at any time outside of loops.
-        fabric: Whose strategy this is, once something has been set up.
+        joinables: The argument, which may be set at any time outside of loops.
+        fabric: The `Fabric` that has this strategy, once an object has been set up.
     """
 
     precision: Any
@@ -117,7 +117,7 @@ class Joins:
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches, in the current loop."""
+        """Whether this rank has run out of batches in the current loop."""
         return self._driver is not None and self._driver.members.rank not in self._driver.find_active()
 
     @property
@@ -126,18 +126,18 @@ class Joins:
         return self._driver is not None and self._driver.find_last_step()
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Go through anything, such as a `zip` of two loaders, as through a dataloader that was set up."""
+        """Make a loop over any iterable, such as a `zip` of two loaders, like one over a dataloader that was set up."""
         return self._joined(loader)
 
     @contextmanager
     def joining(self, *loaders: Iterable[Any]) -> Iterator[Join]:
-        """Put around loops over loaders that were set up, for what needs to be known at its end.
+        """Return a context for loops over loaders that were set up; all ranks leave it together.
 
-        That is a `break`, after which all ranks have the same state here, and an exception, of which the others are
-        told here; else both are found with the next thing that ranks do together.
+        At its end, all ranks have the same state even after a `break`, and an exception raises on all ranks. Without
+        it, both are only noticed at the next operation that all ranks run together.
 
         Args:
-            *loaders: What is looped over inside: loaders that were set up, or `strategy.batches(...)`.
+            *loaders: The loaders of the loops inside: loaders that were set up, or `strategy.batches(...)`.
 
         Yields:
             The `torch_join.Join` of these loops.
@@ -161,7 +161,7 @@ class Joins:
         rank: int | None = None,
         order: Literal["dataset", "shards"] | None = None,
     ) -> Any:
-        """Return what all ranks have computed for their samples, in order; all ranks call it, after a loop.
+        """Return all ranks' results for their samples, in order; all ranks call it, after a loop.
 
         ```python
         rows, indices = [], []
@@ -171,23 +171,23 @@ class Joins:
         everything = fabric.strategy.gather_in_order(rows, indices)
         ```
 
-        With indices rows are in their order, and of each index there is one: the first, by rank. With
-        `order="shards"` they are in the order of the ranks, and on each in that of its indices, or of its batches.
+        With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row.
+        With `order="shards"`, rows are in order of ranks, and for each rank in order of its indices, or of its batches.
 
         Args:
             rows: See `torch_join.Join.gather`.
-            indices: Likewise.
-            rank: The rank that gets them; by default all do.
-            order: `"dataset"`: indices are of a dataset that all ranks have, as they are by default. `"shards"`: each
-                has one of its own.
+            indices: See `torch_join.Join.gather`.
+            rank: The rank that gets the result; by default all do.
+            order: `"dataset"` (the default if there are `indices`): all ranks have the same dataset, and indices refer
+                to it. `"shards"`: each rank has its own dataset.
 
         Returns:
             See `torch_join.Join.gather`.
 
         Raises:
-            JoinValueError: On all ranks, if the rows of one cannot be joined; or if there are no indices, while a
-                sampler deals a dataset out and `order` is none.
-            JoinError: Some rank has run out of batches, and others have not.
+            JoinValueError: On all ranks, if some rank's rows cannot be joined; or if there are no indices and no
+                `order`, although a sampler deals out a dataset.
+            JoinError: Some ranks have run out of batches, and others have not.
         """
         own_loops.finish(self)
         if self._driver is not None:
@@ -197,7 +197,7 @@ class Joins:
     # ------------------------------------------------------------ what is set up
 
     def note_set_up(self, thing: Any) -> None:
-        """Have something take part in all loops to come, as long as anyone has it."""
+        """Make an object take part in all later loops, as long as it is referenced elsewhere."""
         if known := [weakref.ref(one) for one in self._set_up]:
             # Here, so that all ranks forget the same: what was dropped may be in a cycle.
             self._set_up.clear()
@@ -274,7 +274,7 @@ class Joins:
         own_loops.may_end(self, driver)
 
     def go_through(self, joined: "JoinedLoader[T]", loader: Iterable[T]) -> Iterator[T]:
-        """Go through a loader that was set up, on all ranks; `loader` is what Fabric would go through."""
+        """Iterate over a loader that was set up, on all ranks; Fabric itself would iterate over `loader`."""
         driver = self._driver
         if driver is not None and driver.reader is not None and driver.reader.pulling:
             joined.is_within = True
@@ -302,7 +302,7 @@ class Joins:
                     )
 
     def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
-        """Go through a loader within a loop of another, as in a validation each few steps: no rank has joined yet."""
+        """Iterate over a loader inside another loop, such as a validation every few steps: no rank has joined yet."""
         channel = driver.tail_log.channel
         with telling_failures(channel):
             self._check_nested(driver)
@@ -332,7 +332,7 @@ class Joins:
 
     @contextmanager
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
-        """Put around a loop in which ranks may have different numbers of batches, and none serves another."""
+        """Return a context for a loop in which ranks may have different numbers of batches and none serves another."""
         models: list[Any] = [participant.modules[0] for participant in driver.tail_log.models()]
         within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
         with ExitStack() as stack:
@@ -356,9 +356,9 @@ class Joins:
     # ------------------------------------------------------------ operations
 
     def find_tail(self) -> Operations | None:
-        """Return what takes part in a step that some rank does not have, on a rank that has it; otherwise `None`.
+        """Return the operations on an active rank while some rank has finished; otherwise `None`.
 
-        This may wait for the others: it finishes a loop that was left, and finds out who is in the step.
+        This may wait for other ranks: it finishes a loop that was left, and finds the active ranks of the step.
         """
         own_loops.finish(self)
         found = self._operations
@@ -372,7 +372,7 @@ class Joins:
         return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
 
     def find_placeholders(self) -> Operations | None:
-        """Return what takes part in a step in which some ranks run placeholders, and make all calls; or `None`."""
+        """Return the operations in a step in which some ranks run placeholders and make all calls; otherwise `None`."""
         found = self._operations
         if found is None or found.driver.placeholders is None or len(self.active_ranks) == self.world_size:
             return None
@@ -389,7 +389,7 @@ class Joins:
 
     @property
     def meets_over(self) -> Channel | None:
-        """Where the ranks can meet; `None` outside of a loop."""
+        """The channel on which the ranks can meet; `None` outside of a loop."""
         return None if self._driver is None else self._driver.tail_log.channel
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -409,7 +409,7 @@ class Joins:
     # ------------------------------------------------------------ checkpoints
 
     def state_of_loader(self, joined: JoinedLoader[Any]) -> dict[str, Any]:
-        """Return every rank's place in a loader that was set up; all active ranks call this."""
+        """Return every rank's position in a loader that was set up; all active ranks call this."""
         own_loops.finish(self)
         name, driver = "fabric.save() with a dataloader", self._driver
         is_current = driver is not None and driver.positions is joined.positions
@@ -459,11 +459,11 @@ class Joins:
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_own(self, path: Any, state: dict[str, Any], storage_options: Any) -> None:
-        """Save a checkpoint, as Fabric's own strategy does; each rank that Fabric has save calls this."""
+        """Save a checkpoint as Fabric's own strategy does; each rank that takes part in saving calls this."""
         super().save_checkpoint(path, state, storage_options)  # type: ignore[misc]
 
     def log_own(self, metrics: dict[str, Any], step: int | None) -> None:
-        """Log values by this rank's loggers."""
+        """Log values to this rank's loggers."""
         for logger in [] if self.fabric is None else self.fabric.loggers:
             logger.log_metrics(metrics=metrics, step=step)
 

@@ -1,7 +1,7 @@
-"""Fabric's own methods that never reach its strategy: where that is one of ours, they ask it first.
+"""Fabric's own methods that never call its strategy: with a strategy of this package, they ask it first.
 
-They are replaced in Fabric's class, so that it makes no difference which import has come first, and that a script need
-not know of another class. With any other strategy each is what it was.
+They are replaced in the `Fabric` class itself, so that the order of imports does not matter, and scripts need no other
+class. With any other strategy, they are unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from torch_join import UnsupportedError
 
 
 def ask_strategies() -> None:
-    """Replace them."""
+    """Replace the methods."""
     for name in ("setup", "setup_module", "setup_dataloaders"):
         setattr(Fabric, name, _asking(getattr(Fabric, name)))
     for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
@@ -27,9 +27,9 @@ def ask_strategies() -> None:
 
 
 def pass_on_zero_grad() -> None:
-    """Have an optimizer that was set up pass `zero_grad` on to the one inside, and not to that one's class.
+    """Make an optimizer that was set up call `zero_grad` of the inner object, instead of its class.
 
-    Else whoever listens to that object does not hear of it.
+    Otherwise, replacements of the inner object's method would not be called.
     """
     setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  it has none of its own
 

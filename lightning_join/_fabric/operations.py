@@ -1,4 +1,4 @@
-"""What Fabric does on one rank only, which may have joined."""
+"""Operations that Fabric runs on one rank only, which may have joined."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,16 +16,16 @@ _LOG, _SAVE = "log", "save"
 
 @closed("fabric part")
 class Taking(NamedTuple):
-    """Stands in a checkpoint for something that takes part, which each rank has: its place among these."""
+    """Stands in a checkpoint for a joinable that each rank has: its place among the joinables."""
 
     place: int
 
 
 class Operations(Participant):
-    """What rank 0 does for all: saving and logging, on an active rank and on one that has joined.
+    """The operations that rank 0 runs for all ranks, saving and logging, on active and joined ranks.
 
     Args:
-        strategy: Whose operations these are: a `Joins`.
+        strategy: The strategy of these operations: a `Joins`.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -41,7 +41,7 @@ class Operations(Participant):
         driver.tail_log.hears_asides = True
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
-        """Whether each rank holds a part of what is saved."""
+        """Whether each rank holds a part of the state to save."""
         return any(
             is_sharded_model(value) or is_engine(value)
             if isinstance(value, nn.Module)
@@ -50,7 +50,7 @@ class Operations(Participant):
         )
 
     def log(self, metrics: dict[str, Any], step: int | None) -> None:
-        """Have rank 0, which has joined, log the lowest active rank's values; other ranks may call this or not."""
+        """Make rank 0, which has joined, log the lowest active rank's values; other ranks need not call this."""
         if is_closed((metrics, step)):
             self.driver.tail_log.announce_aside(self.index, _LOG, (metrics, step))
         else:
@@ -59,11 +59,11 @@ class Operations(Participant):
     def save(self, path: Any, state: dict[str, Any], storage_options: Any, only: Mapping[str, Any] | None) -> None:
         """Save a checkpoint; all active ranks call this.
 
-        Ranks that have joined save too where rank 0 has, or where each rank holds a part of a model: their own objects,
-        in the active ranks' state. What is not set up comes from the lowest active rank.
+        Joined ranks also save if rank 0 has joined, or if each rank holds a part of a model: they save their own
+        objects, in the active ranks' state. Objects that were not set up come from the lowest active rank.
 
         Raises:
-            UnsupportedError: The state of something sharded is to be filtered.
+            UnsupportedError: There is a filter for the state of a sharded object.
         """
         places = {id(thing): index for index, thing in enumerate(self.driver.given)}
         if only and self.holds_parts(state):
