@@ -1,6 +1,6 @@
-"""Accelerate on uneven dataloaders: the replacement for `accelerator.join_uneven_inputs`.
+"""Accelerate on uneven dataloaders: a replacement for `accelerator.join_uneven_inputs`.
 
-Begin reading with `_context.py`: it imports the other modules, and none of them imports it.
+Start reading at `_context.py`: it imports the other modules, and none of them imports it.
 """
 
 from torch_join import (

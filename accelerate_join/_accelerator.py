@@ -1,4 +1,4 @@
-"""What an accelerator does differently in the context."""
+"""The methods of an accelerator that differ in the context."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,10 +20,10 @@ _Method = Callable[..., Any]
 
 
 def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
-    """Have a method first end a loop over `join_batches` that was left, and then be what it is outside of one.
+    """Make a method first end a loop over `join_batches` that was left, and then run as outside of one.
 
     Args:
-        method: What it does in the context.
+        method: The method in the context.
         at_end: See `finish`.
     """
 
@@ -40,7 +40,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
 def _own(
     name: str, within: Callable[[Operations], AbstractContextManager[Any]] = nullcontext, at_end: bool = False
 ) -> _Method:
-    """Return Accelerate's method of this name, within something that the operations do."""
+    """Return Accelerate's method of this name, inside a context of the operations."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with within(self._operations):
@@ -51,7 +51,7 @@ def _own(
 
 
 def _operation(name: str) -> _Method:
-    """Return the operation of this name, in place of Accelerate's method."""
+    """Return the operation of this name, which replaces Accelerate's method."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._operations, name)(*args, **kwargs)
@@ -61,7 +61,7 @@ def _operation(name: str) -> _Method:
 
 
 class _InContext:
-    """What an accelerator does differently in the context, before its own class."""
+    """The methods of an accelerator that differ in the context; a base before its own class."""
 
     _operations: ClassVar[Operations]
 
@@ -128,7 +128,7 @@ def gather_in_order(
     rank: int | None = None,
     order: Literal["dataset", "shards"] | None = None,
 ) -> Any:
-    """Return what all processes have computed for their samples, in order; all processes call it, after a loop.
+    """Return all processes' results for their samples, in order; all processes call it, after a loop.
 
     ```python
     rows, indices = [], []
@@ -138,25 +138,25 @@ def gather_in_order(
     everything = gather_in_order(accelerator, rows, indices)
     ```
 
-    With indices rows are in their order, and of each index there is one: the first, by process. (Accelerate gives some
-    samples to two processes where `even_batches=True`.) With `order="shards"` they are in the order of the processes,
-    and on each in that of its indices, or of its batches.
+    With indices, rows are in the order of their indices, and each index occurs once: the lowest process's first row.
+    (With `even_batches=True`, Accelerate gives some samples to two processes.) With `order="shards"`, rows are in order
+    of processes, and for each process in order of its indices, or of its batches.
 
     Args:
         accelerator: The accelerator.
         rows: See `torch_join.Join.gather`.
-        indices: Likewise.
-        rank: The process that gets them; by default all do.
-        order: `"dataset"`: indices are of a dataset that all processes have, as they are by default. `"shards"`: each
-            has one of its own.
+        indices: See `torch_join.Join.gather`.
+        rank: The process that gets the result; by default all do.
+        order: `"dataset"` (the default if there are `indices`): all processes have the same dataset, and indices refer
+            to it. `"shards"`: each process has its own dataset.
 
     Returns:
         See `torch_join.Join.gather`.
 
     Raises:
-        JoinValueError: On all processes, if the rows of one cannot be joined; or if there are no indices, while a
-            prepared loader deals a dataset out and `order` is none.
-        JoinError: Some process has run out of batches, and others have not.
+        JoinValueError: On all processes, if some process's rows cannot be joined; or if there are no indices and no
+            `order`, although a prepared loader deals out a dataset.
+        JoinError: Some processes have run out of batches, and others have not.
     """
     own_loops.finish(accelerator)
     if isinstance(accelerator, _InContext):

@@ -1,4 +1,4 @@
-"""The three ways into the context, in which `torch_join.Join` is around what an accelerator has prepared."""
+"""The three ways into the context: a `torch_join.Join` around the objects that an accelerator has prepared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -48,27 +48,27 @@ def join_uneven_inputs(
             ...
     ```
 
-    All that `accelerator` has prepared takes part. A process that has run out of batches serves the others inside
-    the end of its loader; then all leave the loop together, in the state of the one that was last.
+    All objects that `accelerator` has prepared take part. A process that has run out of batches serves the others at
+    the end of its loader; then all processes leave the loop together, in the state of the last one.
 
     Args:
-        accelerator: What has prepared the models, optimizers, schedulers and loaders.
-        joinables: Whatever takes part besides: models and optimizers that were prepared may be among them, as may
-            torch `Joinable`s and anything with `state_dict` and `load_state_dict`.
-        even_batches: Overrides the setting of prepared loaders within; `None` leaves it as it is.
-        **options: What `torch_join.Join` takes by keyword: `weighting`, `throw_on_early_termination`, `may_break`,
+        accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
+        joinables: Further objects that take part: torch `Joinable`s and anything with `state_dict` and
+            `load_state_dict`; prepared models and optimizers may be among them.
+        even_batches: Overrides this setting of prepared loaders in the context; `None` leaves it unchanged.
+        **options: The keyword arguments of `torch_join.Join`: `weighting`, `throw_on_early_termination`, `may_break`,
             `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`,
-            `placeholder`, `monitor` (a `torch_join.JoinMonitor`, whose numbers go to the trackers too), and options for
+            `placeholder`, `monitor` (a `torch_join.JoinMonitor`, whose values also go to the trackers), and options for
             hooks.
 
     Returns:
-        The context, which gives the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
+        The context, which yields the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
 
     Raises:
-        UnsupportedError: Accelerate runs on something else than DistributedDataParallel; or accumulates, where a
-            function weighs.
-        JoinError: A prepared model has several wrappers, so that nobody knows which the loop calls.
-        JoinTypeError: There is no such argument, and no hook that could take it.
+        UnsupportedError: Accelerate uses neither DistributedDataParallel, FSDP nor DeepSpeed; or it accumulates
+            gradients while `weighting` is a function.
+        JoinError: A prepared model has several wrappers, so that it is unknown which one the loop calls.
+        JoinTypeError: An argument is unknown, and no hook takes it.
     """
     return _context(accelerator, joinables, even_batches, **options)
 
@@ -81,7 +81,7 @@ def _context(
     is_one_loop: bool = False,
     **options: Any,
 ) -> Iterator[Join]:
-    """See `join_uneven_inputs`; `is_one_loop` if it is around one loop that goes through `Join`, and nothing else."""
+    """See `join_uneven_inputs`; `is_one_loop` if the context contains just one loop, which goes through `Join`."""
     own_loops.finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
@@ -135,7 +135,7 @@ def join_batches(
     even_batches: bool | None = False,
     **options: Any,
 ) -> Iterable[T]:
-    """Go through the batches of `loader`, in a context of its own that is `join_uneven_inputs`.
+    """Iterate over `loader` inside its own `join_uneven_inputs` context.
 
     ```python
     for epoch in range(epochs):
@@ -143,22 +143,22 @@ def join_batches(
             ...
     ```
 
-    The context ends with the loop, or, after a `break`, with the next thing that is done with other processes, or
-    that saves, looks at or prepares a model. `end_training` and the end of the process end it too.
+    The context ends with the loop. After a `break`, it ends at the next operation that communicates with other
+    processes, or that saves, reads or prepares a model, at `end_training`, or at the end of the process.
 
     Args:
-        accelerator: What has prepared the models, optimizers, schedulers and loaders.
-        loader: One that was prepared, or anything else that can be iterated over.
+        accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
+        loader: A prepared loader, or any other iterable.
         joinables: As in `join_uneven_inputs`.
         even_batches: As in `join_uneven_inputs`.
-        **options: What else `join_uneven_inputs` takes.
+        **options: The other arguments of `join_uneven_inputs`.
 
     Returns:
         This process's batches, to loop over once.
 
     Limits:
-        An exception that is caught outside of the loop, to go on after it, looks like a `break`: use the `with`, in
-        which the others are told. One that ends the process is told.
+        An exception that is caught outside of the loop, so that the process continues, looks like a `break`: use the
+        `with`, which raises on the other processes. An exception that ends the process reaches them anyway.
     """
     return own_loops.Loop(
         accelerator,
@@ -177,7 +177,7 @@ def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """Accelerate's, with `join_uneven_inputs` replaced, and `join_batches` added."""
+    """Accelerate's `Accelerator`, in which `join_uneven_inputs` is replaced, and `join_batches` added."""
 
     # The functions, with `self` as their accelerator.
     join_uneven_inputs = join_uneven_inputs
@@ -185,7 +185,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     gather_in_order = gather_in_order
 
     def stop_requested(self) -> bool:
-        """Return whether a process has got SIGTERM or SIGUSR1; all get `True` in the same step.
+        """Return whether a process has received SIGTERM or SIGUSR1; all processes get `True` in the same step.
 
         ```python
         for epoch in range(epochs):
@@ -198,10 +198,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 break
         ```
 
-        In a loop all processes that have a batch call it at the same step, which is where all meet. Behind it the call
-        says what was found in it: see `torch_join.Join.stop_requested`. Save in the body: behind a `break`, the place
-        that Accelerate saves is the begin of the epoch. From the first call until `end_training` these signals no
-        longer end the processes.
+        In a loop, all processes that have a batch call it at the same step, and meet there. After the loop, it returns
+        the loop's answer again: see `torch_join.Join.stop_requested`. Save in the loop's body: after a `break`, the
+        position that Accelerate saves is the start of the epoch. From the first call until `end_training`, these
+        signals no longer end the processes.
         """
         signals = stop_signals(self)
         signals.listen()
@@ -211,36 +211,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return signals.agreed
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what Accelerate's method does, and write where each process is in its loaders."""
+        """Call Accelerate's method, and save each process's position in its loaders."""
         with _positions.saved(self):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Do what Accelerate's method does, and bring each process to where it was in its loaders.
+        """Call Accelerate's method, and restore each process's position in its loaders.
 
         Raises:
-            JoinError: The checkpoint does not hold where some process was.
-            UnsupportedError: Another number of processes has written it in the middle of an epoch.
+            JoinError: The checkpoint lacks the position of some process.
+            UnsupportedError: Another number of processes wrote the checkpoint in the middle of an epoch.
         """
         with _positions.loaded(self, kwargs.get("load_kwargs")):
             super().load_state(*args, **kwargs)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what Accelerate's method does, and note that there is another wrapper."""
+        """Call Accelerate's method, and note that there is another wrapper."""
         _compat.forget_search(self)
         return super().prepare_model(*args, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what Accelerate's method does, so that a stateful loader resumes where it was a second time too."""
+        """Call Accelerate's method, and make a stateful loader resume correctly more than once."""
         loader = super().prepare_data_loader(*args, **kwargs)
         _positions.count_once(loader)
         return loader
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Do what Accelerate's method does; of a `DataLoaderShard`, have each process save where it is.
+        """Call Accelerate's method; for a `DataLoaderShard`, each process saves its own position.
 
         Args:
-            *objects: Whatever has `state_dict` and `load_state_dict`, loaders of each process's own shard among it.
+            *objects: Objects with `state_dict` and `load_state_dict`, and loaders over each process's own shard.
         """
         super().register_for_checkpointing(*(each for each in objects if not is_prepared(each)))
         for loader in filter(is_prepared, objects):
@@ -248,10 +248,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             self.prepare_data_loader(loader)
 
     def end_training(self) -> None:
-        """Finish a loop over `join_batches` that was left, and do what Accelerate's method does.
+        """Finish a loop over `join_batches` that was left, and call Accelerate's method.
 
         Raises:
-            JoinError: A process that had run out of batches was not told of the end, and begins another loop.
+            JoinError: A process that had run out of batches did not learn of the end, and starts another loop.
         """
         own_loops.finish(self, at_end=True)
         own_loops.end(self)
@@ -264,18 +264,18 @@ _signals: WeakKeyDictionary[accelerate.Accelerator, StopSignals] = WeakKeyDictio
 
 
 def stop_signals(accelerator: accelerate.Accelerator) -> StopSignals:
-    """Return what asks an accelerator's processes to stop."""
+    """Return the signals that ask an accelerator's processes to stop."""
     return _signals.setdefault(accelerator, StopSignals(lasts=True))
 
 
 class _Join(Join):
-    """The `Join` that users get; it has no public names besides those of `Join`."""
+    """The `Join` that users get; it adds no public names to those of `Join`."""
 
     def batches(self, loader: Any, **options: Any) -> Any:
-        """Go through the batches of `loader`, as in `torch_join.Join`; a prepared loader is passed on as it is.
+        """Iterate over `loader` as in `torch_join.Join`; a prepared loader is returned unchanged.
 
         Raises:
-            JoinValueError: There is a `placeholder` for a prepared loader.
+            JoinValueError: A prepared loader comes with a `placeholder`.
         """
         if is_prepared(loader) and options.get("placeholder") is not None:
             raise JoinValueError(
@@ -286,13 +286,13 @@ class _Join(Join):
 
 
 class AcceleratorContext:
-    """The `Join` around what `accelerator` has prepared and what the user has given besides.
+    """The `Join` around the objects that `accelerator` has prepared and the user's further joinables.
 
-    Only this class, and the `Operations` that it adds, need more of a `Join` than its public names.
+    Only this class, and the `Operations` that it adds, use non-public parts of a `Join`.
 
     Attributes:
-        join: What users get.
-        operations: What goes through Accelerate's own functions.
+        join: The `Join` that users get.
+        operations: The operations that go through Accelerate's own functions.
     """
 
     operations: Operations
@@ -325,7 +325,7 @@ class AcceleratorContext:
         return reader.prepared if isinstance(reader, PreparedReader) else None
 
     def iterate(self, own_iter: Callable[[PreparedLoader], Iterator[Any]], loader: PreparedLoader) -> Iterator[Any]:
-        """Yield the batches of `loader`; all ranks leave the loop together, in one common state."""
+        """Yield the batches of `loader`; all ranks leave the loop together, in the same state."""
         if own_loops.finish(self._accelerator):  # this loop is none of the context's
             yield from loader
             return
@@ -356,13 +356,13 @@ class AcceleratorContext:
                     loader.iteration = iteration + 1  # which Accelerate does not count of no batch
 
     def note_epoch(self, loader: Any) -> None:
-        """Note that this rank's own code begins to go through a loader that is none of Accelerate's."""
+        """Note that user code on this rank starts to iterate over a loader that is not one of Accelerate's."""
         steps = self._driver.plain_steps
         self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
         self._began[id(loader)] = steps
 
     def warn_of_mixed_epochs(self) -> None:
-        """Warn, on a process that has run out before others, that its epochs were not trained with theirs."""
+        """Warn, on a process that ran out before others, that its epochs and theirs were not the same."""
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
                 f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"

@@ -1,8 +1,8 @@
 """Accelerate's loaders inside the context: loops over them go through `Join`.
 
-The contract relied on: a prepared loader's `__iter__` is a generator that reads one batch ahead, and
-sets `end_of_dataloader` before it yields its last batch. So nothing needs to be read ahead here. (Its class
-cannot be exchanged: `__class__` is a property that tells the wrapped loader's.)
+This module relies on the following contract: a prepared loader's `__iter__` is a generator that reads one batch
+ahead, and sets `end_of_dataloader` before it yields its last batch. So this module need not read ahead.
+(The loader's class cannot be exchanged: `__class__` is a property that returns the wrapped loader's class.)
 """
 
 import copy
@@ -49,12 +49,12 @@ Iterate: TypeAlias = Callable[[Any], Iterator[Any]]
 
 
 class PreparedReader(Reader[Any]):
-    """Reads a prepared loader, which knows at each batch whether it is the last.
+    """Reads a prepared loader, which knows for each batch whether it is the last.
 
     Args:
         own_iter: Accelerate's own `__iter__` of the loader's class.
-        counts: Whether batches are counted: as they are before Accelerate places them on a device.
-        is_at_end: Whether this rank has no batch left of an epoch that is resumed.
+        counts: Whether batches are counted, before Accelerate places them on a device.
+        is_at_end: Whether this rank has no batch left in a resumed epoch.
         loader: The loader.
 
     Attributes:
@@ -146,7 +146,7 @@ class PreparedReader(Reader[Any]):
 
 
 class _OwnBatches(Reader[Any]):
-    """Reads what a prepared loader would place on a device."""
+    """Reads the batches that a prepared loader would place on a device."""
 
     lead = 2  # Accelerate reads a batch ahead
 
@@ -159,11 +159,11 @@ class _OwnBatches(Reader[Any]):
 
 
 def certain_length(loader: PreparedLoader) -> int | None:
-    """Return how many batches this rank's `loader` has, if it can only be as many.
+    """Return the number of batches of this rank's `loader` if it is certain, else `None`.
 
-    That is, if batches of a fixed size are drawn from a sampler of torch or Accelerate. Elsewhere `len` is
-    not to be trusted: `split_batches` counts batches that are empty here, `skip_first_batches` may give a negative
-    number, and a loader that was resumed has fewer left.
+    It is certain if batches of a fixed size are drawn from a sampler of torch or Accelerate. Otherwise `len` is
+    unreliable: with `split_batches`, it counts batches that are empty on this rank; with `skip_first_batches`, it may
+    be negative; and a resumed loader has fewer batches left.
     """
     if type(loader) is not DataLoaderShard or loader.skip_batches or loader.use_stateful_dataloader:
         return None
@@ -179,24 +179,24 @@ def certain_length(loader: PreparedLoader) -> int | None:
 
 
 def is_prepared(loader: object) -> bool:
-    """Whether `loader` is one of those whose loops go through `Join`."""
+    """Whether `loader` is a prepared loader, whose loops go through `Join`."""
     return issubclass(type(loader), _KINDS)
 
 
 def goes_through_join(loader: object) -> bool:
-    """Whether a loop of `join_batches` over `loader` does; a class of the user's may have an `__iter__` of its own."""
+    """Whether a `join_batches` loop over `loader` goes through `Join`; a user class may have its own `__iter__`."""
     own: Any = type(loader)
     return not is_prepared(loader) or any(own.__iter__ is kind.__iter__ for kind in _KINDS)
 
 
 def deals_out(loader: PreparedLoader) -> bool:
-    """Whether `loader` gives each process a part of a dataset that all have."""
+    """Whether `loader` gives each process a part of a dataset that all processes have."""
     shards = (BatchSamplerShard, IterableDatasetShard)
     return _dispatches(loader) or isinstance(batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
 
 
 def dealt_samples(loader: PreparedLoader) -> int | None:
-    """Return how many samples the dataset has that is dealt out: each process reads its share of its own one."""
+    """Return the length of the dataset of which each process reads its share from its own copy; `None` if none is."""
     if not deals_out(loader) or _dispatches(loader):
         return None
     dataset = loader.dataset
@@ -204,9 +204,9 @@ def dealt_samples(loader: PreparedLoader) -> int | None:
 
 
 def remainder(loader: PreparedLoader) -> int:
-    """Return how many samples the last step has besides those that have been given out before, as Accelerate does.
+    """Return the number of new samples in the last step, without repeated ones, as Accelerate does.
 
-    0 stands for all of them, -1 for an unknown number.
+    0 means that all are new, -1 that the number is unknown.
     """
     sampler, dataset = batch_sampler(loader), loader.dataset
     while isinstance(sampler, SkipBatchSampler):
@@ -232,11 +232,11 @@ def _samples_in_last_round(samples: Any, shard: Any) -> int:
 def loops_replaced(
     iterate: Callable[[Iterate, PreparedLoader], Iterator[Any]], note_epoch: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Within, each loop over one of Accelerate's loaders goes through `iterate`, also over one that is made later.
+    """In this context, each loop over an Accelerate loader goes through `iterate`, even if it is created later.
 
     Args:
-        iterate: Is given Accelerate's own `__iter__` of a loader's class, and the loader.
-        note_epoch: Is told of each other loader, before a loop over it.
+        iterate: Called with Accelerate's own `__iter__` of a loader's class, and the loader.
+        note_epoch: Called with each other loader, before a loop over it.
     """
 
     def iterates(own_iter: Iterate) -> Iterate:
@@ -265,7 +265,7 @@ def loops_replaced(
 
 @contextmanager
 def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) -> Iterator[None]:
-    """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and set it back."""
+    """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and restore it."""
     with ExitStack() as stack:
         if value is not None:
             stack.enter_context(setting(accelerator, even_batches=value))  # for loaders that are prepared within
@@ -290,13 +290,13 @@ def _dispatches(loader: PreparedLoader) -> bool:
 
 
 def batch_sampler(loader: PreparedLoader) -> Any:
-    """Return what makes the batches of `loader`: its batch sampler, or a sampler in that role."""
+    """Return the object that makes the batches of `loader`: its batch sampler, or a sampler in that role."""
     sampler = loader.batch_sampler
     return loader.sampler if sampler is None else sampler
 
 
 def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
-    """Return all that the order of `loader` is drawn from, without what deals out and skips."""
+    """Return a loader with everything that determines the order of `loader`, without its sharding and skipping."""
     own: DataLoader[Any] = copy.copy(loader.base_dataloader)
     sampler, dataset = batch_sampler(loader), loader.dataset
     while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
@@ -310,7 +310,7 @@ def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
 
 
 class _ShardDealer(Dealer):
-    """Accelerate's shards: each rank gets a batch of the others' order in turn; one process gets all."""
+    """Accelerate's shards: the ranks get the batches of one order in turn; a single process gets all."""
 
     def __init__(self, batches: Any) -> None:
         self._sampler, self._batches, self.batch = batches, None, 1
@@ -324,7 +324,7 @@ class _ShardDealer(Dealer):
 
 
 def dealer_of(loader: PreparedLoader) -> Dealer | None:
-    """Return what deals out the batches, or samples, of `loader` to all processes, and can be asked for all of them."""
+    """Return the dealer of the batches, or samples, of `loader` to all processes; it can return all of them."""
     if type(loader) is not DataLoaderShard or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.use_stateful_dataloader or loader.batch_sampler is None:
@@ -341,7 +341,7 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
 
 
 def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> PreparedLoader:
-    """Return a loader like `loader`, of what is left for this process."""
+    """Return a loader like `loader`, with the remaining batches of this process."""
     anew = accelerate.skip_first_batches(loader, 0)
     # `DataLoader.__setattr__` refuses it.
     vars(anew.base_dataloader).update(batch_sampler=dealer.of(rest), generator=None)
@@ -350,7 +350,7 @@ def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> Pr
 
 
 def skipped_in(loader: PreparedLoader) -> int:
-    """Return how many batches `skip_first_batches` has left out of a loader."""
+    """Return how many batches of a loader `skip_first_batches` skips."""
     skipped, sampler = int(getattr(loader, "skip_batches", 0)), batch_sampler(loader)
     while isinstance(sampler, SkipBatchSampler):
         skipped, sampler = skipped + sampler.skip_batches, sampler.batch_sampler
@@ -358,7 +358,7 @@ def skipped_in(loader: PreparedLoader) -> int:
 
 
 def known_as(loader: PreparedLoader, loaders: Sequence[PreparedLoader]) -> PreparedLoader:
-    """Return which of the `loaders` this is, or is the rest of: see `skip_first_batches`, and `with_rest`."""
+    """Return the one of `loaders` that `loader` is, or whose rest it is: see `skip_first_batches` and `with_rest`."""
     loader = vars(loader).get("_join_known", loader)
     if any(each is loader for each in loaders):
         return loader
@@ -371,7 +371,7 @@ def _source(loader: PreparedLoader) -> Any:
 
 
 def shards_checked() -> AbstractContextManager[None]:
-    """Within, a loader that would leave out samples where Accelerate deals it out raises."""
+    """In this context, a loader raises if Accelerate would leave out samples when it deals the loader out."""
     own_iter: Iterate = BatchSamplerShard.__iter__
 
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
@@ -396,10 +396,10 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
 
 
 class _SizeCheckingSampler:
-    """The batch sampler of a shard; raises where the shard would leave out batches silently.
+    """The batch sampler of a shard; raises if the shard would leave out batches silently.
 
-    A shard deals out a round of batches, one to each process, only if the round's last batch is of the size
-    that the sampler's `batch_size` promises; and splits a batch only if it is of that size.
+    A shard deals out a round of batches, one to each process, only if the round's last batch has the size in
+    the sampler's `batch_size`; and it splits a batch only if the batch has that size.
     """
 
     def __init__(self, shard: Any) -> None:

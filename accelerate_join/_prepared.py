@@ -1,4 +1,4 @@
-"""What of an accelerator takes part: all that it has prepared, and how far it has come."""
+"""The parts of an accelerator that take part: all prepared objects, and its progress."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
     """Return whether there are several processes.
 
     Args:
-        accelerator: What prepares the models.
-        name: Of what is to train, for errors.
+        accelerator: The accelerator that prepares the models.
+        name: The name of the training API, for errors.
 
     Raises:
-        UnsupportedError: Joined ranks cannot take part in how they train.
+        UnsupportedError: Joined ranks cannot take part in this kind of training.
     """
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
@@ -61,11 +61,11 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
 
 
 def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> list[Any]:
-    """Return all that takes part of what `accelerator` has prepared, without Accelerate's own wrappers.
+    """Return all objects that `accelerator` has prepared and that take part, without Accelerate's own wrappers.
 
     Args:
-        accelerator: What has prepared it.
-        given: What the user has given besides, which may be the wrapper of a model.
+        accelerator: The accelerator that prepared them.
+        given: The user's further joinables, among which may be the wrapper of a model.
 
     Raises:
         JoinError: A model has several wrappers.
@@ -74,7 +74,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
     trained = {id(p) for one in _compat.optimizers(accelerator) for group in one.param_groups for p in group["params"]}
 
     def is_wrapped(model: Any) -> bool:
-        """Whether a model is to have a wrapper: one that was prepared for evaluation only is in no optimizer."""
+        """Whether a model must have a wrapper: a model prepared only for evaluation is in no optimizer."""
         is_trained = any(p.requires_grad and id(p) in trained for p in model.parameters())
         return is_trained and not is_called_itself(model) and not any(model is one for one in known)
 
@@ -104,12 +104,12 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
 
 
 def is_called_itself(model: Any) -> bool:
-    """Whether no wrapper that Accelerate does not keep is around a model."""
+    """Whether the loop calls the model itself, with no wrapper that Accelerate does not keep."""
     return is_sharded_model(model) or is_engine(model)
 
 
 def unwrap(thing: Any) -> Any:
-    """Return what is inside of Accelerate's own wrappers, or of `torch.compile`'s around a DDP model."""
+    """Return the object inside Accelerate's own wrapper, or inside `torch.compile`'s wrapper of a DDP model."""
     if isinstance(thing, AcceleratedOptimizer):
         return thing.optimizer
     if isinstance(thing, AcceleratedScheduler):
@@ -119,12 +119,12 @@ def unwrap(thing: Any) -> Any:
 
 
 class Progress:
-    """How far this process has come: what all must agree on, or the next epoch would be another one.
+    """The progress of this process, on which all must agree, or their next epochs would differ.
 
     Args:
-        accelerator: Whose process this is.
-        find_loader: Returns the prepared loader that this rank iterates over, or did last; `None` if that is another
-            kind of loader.
+        accelerator: The accelerator of this process.
+        find_loader: A function that returns the prepared loader over which this rank iterates or last iterated; `None`
+            for another kind of loader.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, find_loader: Callable[[], PreparedLoader | None]) -> None:

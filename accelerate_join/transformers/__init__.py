@@ -1,6 +1,6 @@
 """`transformers.Trainer` on uneven dataloaders.
 
-Begin with: `_mixin.py`; what ranks do together is in `_run.py`.
+Start reading at `_mixin.py`; `_run.py` has the operations that ranks run together.
 """
 
 from transformers import Trainer
@@ -12,4 +12,4 @@ __all__ = ["JoinMonitor", "JoinTrainer", "JoinTrainerMixin"]
 
 
 class JoinTrainer(JoinTrainerMixin, Trainer):
-    """`transformers.Trainer`, exact where ranks have different numbers of batches: see `JoinTrainerMixin`."""
+    """`transformers.Trainer` that is exact if ranks have different numbers of batches: see `JoinTrainerMixin`."""

@@ -1,4 +1,4 @@
-"""What comes before a `transformers.Trainer`: loaders with as many steps on all ranks, and a run around its loops."""
+"""The base class before a `transformers.Trainer`: loaders with the same steps on all ranks, a run around each loop."""
 
 import inspect
 import math
@@ -31,34 +31,34 @@ _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_tes
 
 
 class JoinTrainerMixin:
-    """Makes a trainer exact where ranks have different numbers of batches; comes before `Trainer` among the bases.
+    """Makes a trainer exact if ranks have different numbers of batches; comes before `Trainer` among the bases.
 
     ```python
     class Mine(JoinTrainerMixin, SFTTrainer):
         own_shards = True
     ```
 
-    Each rank runs every step of Trainer's own loop. One that has run out of batches goes through it with a batch
-    without rows, and takes part in what the others do together. The options are attributes of the class, and may be
-    given to `__init__` by name.
+    Each rank runs every step of Trainer's own loop. A finished rank runs it with a batch without rows, and takes part
+    in the operations of the other ranks. The options are attributes of the class, and can also be passed to `__init__`
+    by name.
 
     Attributes:
-        weighting: How the gradients of the ranks that have a batch are combined, where a loss is a mean: `"world"`
-            (the default), `"active"` or `"samples"`, see `torch_join.Join`. A function that gets a batch, before it
-            goes to a device, and returns what it counts weighs all micro-batches of a step by that. Where Trainer
-            divides by the number of items in all batches (`num_items_in_batch`) the result is exact by itself: then
-            this is `"world"`, or a function whose counts are taken in place of Trainer's.
-        own_shards: Whether each rank's datasets are its own, so that nobody shards them again.
-        rebalance: Whether ranks that have run out of batches get some of others', so that an epoch has as many steps as
-            batches divided by ranks.
+        weighting: How the gradients of the ranks that have a batch are combined, if a loss is a mean: `"world"` (the
+            default), `"active"` or `"samples"`, see `torch_join.Join`. A function takes a batch, before it moves to a
+            device, and returns its count, by which all micro-batches of a step are weighted. If Trainer divides by the
+            number of items in all batches (`num_items_in_batch`), the result is exact already: then this must be
+            `"world"`, or a function whose counts replace Trainer's.
+        own_shards: Whether each rank has its own datasets, which are then not sharded again.
+        rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
+            number of ranks) steps.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of batches.
-        placeholder: What a rank that has run out of batches runs its steps on, for models that live on several ranks
-            (experts, sharded embeddings): `"last"`, `"rows"` or a function of a batch, see `torch_join.Join`. The loss
-            of such a step counts zero.
-        kept: Names of attributes of the trainer that its steps add to, and a rank without batches is to take over.
+        placeholder: The batch on which a finished rank runs its steps, for models that live on several ranks (experts,
+            sharded embeddings): `"last"`, `"rows"` or a function of a batch, see `torch_join.Join`. The loss of such a
+            step has zero weight.
+        kept: Names of trainer attributes that its steps accumulate, and that a finished rank takes over.
 
     Raises:
-        UnsupportedError: A rank without a batch cannot take part in how this trainer trains.
+        UnsupportedError: A rank without a batch cannot take part in this trainer's training.
     """
 
     weighting: Weighting = "world"
@@ -123,12 +123,12 @@ class JoinTrainerMixin:
 
     @property
     def join_options(self) -> Options:
-        """What the attributes ask for."""
+        """The options in the attributes."""
         return Options.of({name: getattr(self, name) for name in _OPTIONS})
 
     @property
     def joined(self) -> bool:
-        """Whether this rank runs a placeholder in the current step, which counts nothing; see `placeholder`."""
+        """Whether this rank runs a placeholder in the current step, with zero weight; see `placeholder`."""
         return self._join_run is not None and self._join_run.joined
 
     # ------------------------------------------------------------ loaders
@@ -149,7 +149,7 @@ class JoinTrainerMixin:
         return self._evened(False, super().get_test_dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def _evened(self, trains: bool, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `get` returns, sharded without padding, or not at all where each rank has its own dataset."""
+        """Return the loader from `get`, sharded without padding, or not sharded if each rank has its own dataset."""
         if self.args.world_size == 1:
             loader = get(*args, **kwargs)
             if trains and callable(self.weighting) and isinstance(loader, DataLoaderShard):
@@ -173,7 +173,7 @@ class JoinTrainerMixin:
         return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, rebalances, keeps)
 
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
-        """Do what `Accelerator.prepare_data_loader` does, as if there were no other rank."""
+        """Prepare a loader like `Accelerator.prepare_data_loader`, but as if there were no other rank."""
         accelerator = self.accelerator
         if has_prepared(loader):
             return loader
@@ -257,7 +257,7 @@ class JoinTrainerMixin:
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
-        """Put around a loop of Trainer's."""
+        """Return the context for one of Trainer's loops."""
         if self.args.world_size == 1 or self._join_run is not None:
             yield
             return
@@ -320,7 +320,7 @@ class JoinTrainerMixin:
 
 
 def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a trainer's method that makes a loader; what it returns has as many steps on all ranks."""
+    """Return a trainer's method that makes a loader, such that the loader has the same number of steps on all ranks."""
 
     @wraps(get)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,10 +330,10 @@ def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise if ranks without a batch cannot take part in how a trainer trains; all ranks find the same.
+    """Raise if ranks without a batch cannot take part in a trainer's training; all ranks get the same result.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: They cannot.
     """
     name = type(trainer).__name__
     _prepared.check_supported(trainer.accelerator, name)
@@ -355,7 +355,7 @@ def _check_supported(trainer: Any) -> None:
 
 
 def _have_wrapped(trainer: Any) -> None:
-    """Have Accelerate wrap a model that it has prepared for an evaluation, and takes for wrapped since."""
+    """Make Accelerate wrap a model that it prepared for an evaluation, and has since considered wrapped."""
     wrapped = trainer.model_wrapped
     if isinstance(_prepared.unwrap(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
         return
@@ -364,10 +364,10 @@ def _have_wrapped(trainer: Any) -> None:
 
 
 def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
-    """Raise if a trainer of these arguments makes something of a dataset that it takes for that of all ranks.
+    """Raise if a trainer with these arguments relies on a dataset that is the same on all ranks.
 
     Raises:
-        UnsupportedError: So it is, or it looks at the first sample of one that has none on some rank. All ranks raise.
+        UnsupportedError: On all ranks, if it does, or reads the first sample of a dataset that is empty on some rank.
     """
     arguments = next((each for each in given.values() if isinstance(each, TrainingArguments)), None)
     if arguments is None or arguments.world_size == 1:

@@ -1,4 +1,4 @@
-"""How uneven the dataloaders are, and what that costs, in a trainer's logs."""
+"""`JoinMonitor`: logs how uneven a trainer's dataloaders are, and the cost of that."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,21 +18,21 @@ _Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing]
 
 
 class JoinMonitor(TrainerCallback):
-    """Logs, per epoch, the batches of each rank, its steps without one, and the share of time that ranks were idle.
+    """Logs, per epoch, the batches and shadow steps of each rank, and the share of time that ranks were idle.
 
     The values are those of `lightning_join.JoinMonitor`: `join/idle_share`, `join/epoch_seconds`,
-    `join/batches_rank_0`, `join/shadow_steps_rank_0`, `join/active_seconds_rank_0`, and so on. Evaluations are left out
-    of seconds.
+    `join/batches_rank_0`, `join/shadow_steps_rank_0`, `join/active_seconds_rank_0`, and so on. Seconds exclude
+    evaluations.
 
     Args:
-        report: Where to write, after each epoch, a page that shows all of this: see `torch_join.JoinMonitor`.
-        plot: Where to write a PNG file with a bar per rank then, by matplotlib.
+        report: The path of a page that shows all of this, written after each epoch: see `torch_join.JoinMonitor`.
+        plot: The path of a PNG file with a bar per rank, also written after each epoch, with matplotlib.
 
     Attributes:
-        epochs: What all ranks did in each epoch, the same on every rank.
+        epochs: The records of all ranks in each epoch, the same on every rank.
 
     Raises:
-        JoinTypeError: `report` or `plot` is no path. When an epoch ends: the trainer of several ranks is none with
+        JoinTypeError: `report` or `plot` is not a path. At the end of an epoch: a trainer with several ranks has no
             `JoinTrainerMixin`.
         JoinValueError: `plot` is given and matplotlib is missing.
     """
@@ -45,17 +45,17 @@ class JoinMonitor(TrainerCallback):
         self._watched: _Watched | None = None
 
     def watch(self, watched: _Watched | None) -> None:
-        """A run begins, or ends."""
+        """Note the start or the end of a run."""
         self._watched = watched
 
     def note_step(self, joined: bool) -> None:
-        """A step of training begins."""
+        """Note the start of a training step."""
         self._joined = joined
         if not joined:
             self._stopwatch.take()
 
     def note_pause(self, seconds: float) -> None:
-        """An evaluation has ended, which took so long."""
+        """Note the end of an evaluation that took this many seconds."""
         self._stopwatch.pause(seconds)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
