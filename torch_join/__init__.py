@@ -1,8 +1,8 @@
-"""Training on uneven inputs that just works, and trains exactly: the core, on torch alone.
+"""Exact training on uneven inputs: the core, which needs only torch.
 
-`join.py` is where to begin reading. Below it lie subpackages, each of which imports only those before it: `_base`,
+Start reading at `join.py`. It builds on subpackages, each of which imports only those before it in this list: `_base`,
 `_compat`, `_control`, `_monitor`, `_schedule`, `_shadow`, `_collectives`, `_handover`, `_participants`, `_tail`,
-`_lockstep`. Adapters to frameworks import `integration` besides what is here.
+`_lockstep`. Framework adapters import `integration` in addition to the names of this module.
 `_doctor` is `python -m torch_join doctor`.
 """
 

@@ -1,6 +1,6 @@
-"""What adapters to frameworks build on, besides the public names of `torch_join`; users need nothing of it.
+"""The API for framework adapters, in addition to the public names of `torch_join`; users do not need it.
 
-It changes with the packages of this repository, which are released together.
+It changes along with the packages of this repository, which are released together.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ __all__ = [
 
 
 def sharded_lockstep_join(driver: StepDriver, model: nn.Module, joinables: Sequence[Joinable] = ()) -> Lockstep:
-    """Return the `Lockstep` of a DeepSpeed engine, or of a model that FSDP shards."""
+    """Return the `Lockstep` for a DeepSpeed engine, or for a model that FSDP shards."""
     if is_engine(model):
         from torch_join._lockstep.engine import EngineLockstepJoin  # DeepSpeed takes long to import
 
@@ -100,7 +100,7 @@ def sharded_lockstep_join(driver: StepDriver, model: nn.Module, joinables: Seque
 
 
 def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
-    """Have joined ranks follow, in steps that evaluate, what DeepSpeed or FSDP gathers of `model`."""
+    """Make joined ranks follow, in evaluation steps, the gathers of `model` by DeepSpeed or FSDP."""
     if is_engine(model):
         from torch_join._lockstep.engine import LockstepEngineParticipant
 
@@ -111,12 +111,12 @@ def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
 
 
 def driver_of(join: Join) -> LoopDriver:
-    """Return the driver of a `Join`: what an adapter may do with it that users may not."""
+    """Return the driver of a `Join`, with the operations that are for adapters and not for users."""
     return join._driver
 
 
 def join_with(options: Options, joinables: Sequence[Any]) -> Join:
-    """Return the `Join` that a user's options ask for."""
+    """Return a `Join` of these joinables with a user's options."""
     join = Join.__new__(Join)
     join._use(joinables, options)
     return join
