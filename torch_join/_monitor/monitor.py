@@ -1,4 +1,4 @@
-"""`JoinMonitor`: how uneven the inputs of a loop are, and what that costs."""
+"""`JoinMonitor`: measures how uneven the inputs of a loop are, and the cost of that."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _Measured = tuple[bool, RankRecord]
 
 
 class JoinMonitor:
-    """Measures what uneven inputs cost, in each loop over `join.batches`, and writes a page that shows it.
+    """Measures the cost of uneven inputs in each loop over `join.batches`, and writes a report page.
 
     ```python
     monitor = JoinMonitor("report.html")
@@ -30,30 +30,30 @@ class JoinMonitor:
     print(monitor.epochs[-1])
     ```
 
-    All ranks give one. A step costs two looks at the clock; at a loop's end the ranks tell each other what they have
-    measured, and the lowest one writes the files. A loop in which no model had a backward, such as an evaluation, is
-    no epoch, nor is one without batches, nor one that an error ends.
+    All ranks must pass a monitor. A step reads the clock twice; at the end of a loop, the ranks exchange their
+    measurements, and the lowest rank writes the files. A loop is not an epoch if no model ran a backward in it (in an
+    evaluation, say), if it had no batches, or if an error ended it.
 
-    Seconds are those of each host's own clock, from where all ranks meet as the loop begins: clocks of different hosts
-    need not agree. They are seconds of Python: work that a GPU has yet to do is not waited for.
+    Each host measures seconds with its own clock, from the meeting of all ranks at the start of the loop, so the clocks
+    of different hosts need not agree. They are seconds of Python: the monitor does not wait for pending GPU work.
 
     Args:
-        report: Where to write the page: a file that ends in `.html` or `.htm`, or a folder, in which it is called
-            `join-report.html`. It is one file, which loads nothing, and is replaced after each epoch, or less often
-            where that takes more than a second and one percent of the time; in the end it has all epochs.
-        plot: Where to write a PNG file with a bar per rank, by matplotlib (`pip install 'torch-join[plot]'`).
+        report: The path of the page: a file that ends in `.html` or `.htm`, or a folder, in which the page is named
+            `join-report.html`. It is one file that loads no other. It is replaced after each epoch, or less often if
+            writing takes more than a second plus one percent of the time; at the end, it has all epochs.
+        plot: The path of a PNG file with a bar per rank, drawn with matplotlib (`pip install 'torch-join[plot]'`).
 
     Raises:
-        JoinTypeError: `report` or `plot` is no path.
-        JoinValueError: `plot` is given, and matplotlib is missing.
+        JoinTypeError: `report` or `plot` is not a path.
+        JoinValueError: `plot` is given, but matplotlib is missing.
 
     Attributes:
-        epochs: What all ranks did in each epoch, the same on every rank.
+        epochs: The records of all ranks in each epoch, the same on every rank.
 
     Limits:
-        An epoch that is resumed in its middle counts from there, and those before are not in the page. Where the
-        number of ranks changes, the page shows the epochs with as many as the last one. A file that cannot be written
-        is warned of. Of several process groups each one's lowest rank writes: give each group its own file.
+        A resumed epoch counts from the batch where it resumes, and earlier epochs are not on the page. If the number of
+        ranks changes, the page shows only epochs with as many ranks as the last one. A file that cannot be written
+        causes a warning. With several process groups, each group's lowest rank writes: give each group its own file.
     """
 
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
@@ -70,17 +70,17 @@ class JoinMonitor:
     def add_loop(
         self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool, number: int | None = None
     ) -> EpochRecord | None:
-        """Note a loop that has ended; all ranks call this, and tell each other what they have measured.
+        """Add a loop that has ended; all ranks call this, and exchange their measurements.
 
         Args:
-            mine: What this rank has.
-            channel: The ranks' channel.
-            trains: Whether this rank knows of a backward in the loop.
+            mine: This rank's measurements.
+            channel: The channel between the ranks.
+            trains: Whether this rank saw a backward in the loop.
             rebalances: Whether batches were rebalanced.
-            number: The epoch's; by default they are counted here.
+            number: The epoch's number; by default, epochs are counted here.
 
         Returns:
-            What all ranks did, or `None` if none of them trained, or had a batch.
+            The record of all ranks, or `None` if no rank trained, or no rank had a batch.
         """
         said = channel.gather((trains, mine), of=_Measured)
         if not (any(trained for trained, _ in said) and any(rank.batches for _, rank in said)):
@@ -93,19 +93,19 @@ class JoinMonitor:
         return record
 
     def write_in_time(self) -> None:
-        """Write, or where that has taken its share of the time, do so after a later epoch or as the process ends."""
+        """Write the files now or, if writing has used up its share of the time, after a later epoch or at exit."""
         if self._spent <= _SECONDS + _SHARE * (time.monotonic() - self._made):
             self.write()
         elif self._at_exit is None:
             self._at_exit = Finalize(None, self.write, exitpriority=0)
 
     def write_rest(self) -> None:
-        """Write what was put off, if there is something: training ends."""
+        """Write the files if that was postponed: training has ended."""
         if self._at_exit is not None:
             self.write()
 
     def write(self) -> None:
-        """Write what was asked for, on one rank; a file that was there is replaced in one go."""
+        """Write the requested files, on one rank; an existing file is replaced atomically."""
         epochs = [epoch for epoch in self.epochs if len(epoch.ranks) == len(self.epochs[-1].ranks)]
         if not epochs:
             return
@@ -120,7 +120,7 @@ class JoinMonitor:
         self._spent += time.monotonic() - begin
 
     def _try(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Have a file written; warn, once, if it cannot be, as training goes on."""
+        """Write a file; if that fails, warn once, since training continues."""
         try:
             _replace(path, write)
         except Exception as error:
@@ -132,15 +132,15 @@ class JoinMonitor:
 
     @property
     def steps(self) -> int:
-        """How many steps there were in all epochs."""
+        """The number of steps in all epochs."""
         return sum(epoch.steps for epoch in self.epochs)
 
 
 def check_monitored(monitored: Sequence[bool]) -> None:
-    """Raise if some ranks have a monitor, by rank, and others none: they tell each other what they have measured.
+    """Raise if only some ranks have a monitor (`monitored`, by rank): ranks exchange their measurements.
 
     Raises:
-        JoinValueError: So it is.
+        JoinValueError: Some ranks have a monitor, and others do not.
     """
     if any(monitored) and not all(monitored):
         having = name_ranks(rank for rank, has in enumerate(monitored) if has)
@@ -152,7 +152,7 @@ def check_monitored(monitored: Sequence[bool]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside `path`, in a folder of its own, then put in its place."""
+    """Write a file in a temporary folder next to `path`, then move it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".join-report-", dir=path.parent) as folder:
         beside = Path(folder) / path.name

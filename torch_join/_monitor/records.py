@@ -1,4 +1,4 @@
-"""What the ranks did in one epoch, in numbers and in words."""
+"""The records of the ranks in one epoch, in numbers and in words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ MOST_RANKS = 16
 @closed("rank's epoch")
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank's epoch.
+    """The record of one rank in an epoch.
 
     Attributes:
-        batches: Number of batches that it trained on.
+        batches: Number of batches that the rank trained on.
         shadow_steps: Number of steps that it made without a batch.
-        joined_at: The index of the first of those, `None` if there was none.
-        active_seconds: Seconds from the epoch's start until then, or until its end.
-        seconds: Seconds from the epoch's start to its end, validation left out.
-        given: Number of batches that it gave to other ranks to train on.
-        received: Number of batches of other ranks that it trained on.
-        given_bytes: The bytes of those that it gave.
-        reading_seconds: Seconds from asking for a batch to getting it, of its own batches: what the loader takes, and
-            what rebalancing and meetings at each batch take. `None` where a framework asks.
+        joined_at: The index of the first step without a batch; `None` if there was none.
+        active_seconds: Seconds from the epoch's start until that step, or until the epoch's end.
+        seconds: Seconds from the epoch's start to its end, without validation.
+        given: Number of batches that it sent to other ranks to train on.
+        received: Number of batches from other ranks that it trained on.
+        given_bytes: The size in bytes of the batches that it sent.
+        reading_seconds: Seconds between asking for its own batches and getting them: the time of the loader, of
+            rebalancing, and of meetings at each batch. `None` if a framework asks for batches.
         left: Whether it left the epoch by `break`.
     """
 
@@ -43,22 +43,22 @@ class RankRecord:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds of the epoch in which it had no batch of its own, and waited for others or served them."""
+        """Seconds of the epoch in which it had no batch of its own, and waited for other ranks or served them."""
         return self.seconds - self.active_seconds
 
     @property
     def owned(self) -> int:
-        """Number of its own batches that were trained on, wherever."""
+        """Number of its own batches that were trained on, on any rank."""
         return self.batches - self.received + self.given
 
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """One epoch of all ranks.
+    """The record of all ranks in one epoch.
 
     Attributes:
-        epoch: Its number.
-        ranks: What each rank did, by rank.
+        epoch: The epoch's number.
+        ranks: The record of each rank, by rank.
     """
 
     epoch: int
@@ -66,10 +66,10 @@ class EpochRecord:
 
     @classmethod
     def of(cls, epoch: int, measured: Sequence[RankRecord]) -> "EpochRecord":
-        """Return the record of a loop of the user's, from what each rank has measured of its own batches in it.
+        """Return the record of a user loop, from each rank's measurements of its own batches.
 
-        A rank has joined where another one has trained on more batches. The epoch ends with the last rank's last
-        batch: the handover after it is no part of it.
+        A rank has joined if another rank has trained on more batches. The epoch ends with the last rank's last batch:
+        it does not include the handover after that.
         """
         steps = max(rank.batches for rank in measured)
         end = max(rank.active_seconds for rank in measured)
@@ -82,81 +82,81 @@ class EpochRecord:
 
     @property
     def seconds(self) -> float:
-        """How long the epoch took."""
+        """The duration of the epoch in seconds."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
     def rank_seconds(self) -> float:
-        """The seconds of all ranks, added up."""
+        """The sum of all ranks' seconds."""
         return sum(rank.seconds for rank in self.ranks)
 
     @property
     def idle_seconds(self) -> float:
-        """The seconds of all ranks in which they had no batch, added up."""
+        """The sum of all ranks' seconds without a batch."""
         return sum(rank.idle_seconds for rank in self.ranks)
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' seconds in which a rank had no batch, from 0 to 1."""
+        """The share of all ranks' seconds without a batch, from 0 to 1."""
         return self.idle_seconds / self.rank_seconds if self.rank_seconds else 0.0
 
     @property
     def batches(self) -> int:
-        """How many batches all ranks trained on."""
+        """The number of batches that all ranks trained on."""
         return sum(rank.batches for rank in self.ranks)
 
     @property
     def steps(self) -> int:
-        """How many steps the epoch had: as many as the longest rank trained on batches."""
+        """The number of steps in the epoch: the largest number of batches that a rank trained on."""
         return max(rank.batches for rank in self.ranks)
 
     @property
     def even_steps(self) -> int:
-        """How many steps it would have had with the batches dealt out evenly: their number over that of ranks."""
+        """The number of steps with evenly distributed batches: (number of batches / number of ranks), rounded up."""
         return ceil(self.batches / len(self.ranks))
 
     @property
     def skew(self) -> float:
-        """The batches that the longest rank read over the mean of all ranks: 1 where all have as many."""
+        """The number of batches that the longest rank read, over the mean of all ranks: 1 if all have the same."""
         return self.longest * len(self.ranks) / self.batches if self.batches else 1.0
 
     @property
     def longest(self) -> int:
-        """How many batches the rank with the most of them has read, of those that were trained on."""
+        """The largest number of batches that a rank read, among the batches that were trained on."""
         return max(rank.owned for rank in self.ranks)
 
     @property
     def donated(self) -> int:
-        """How many batches were trained on by another rank than the one that read them."""
+        """The number of batches that one rank read and another rank trained on."""
         return sum(rank.given for rank in self.ranks)
 
     @property
     def donated_bytes(self) -> int:
-        """The bytes of these."""
+        """The size of these batches in bytes."""
         return sum(rank.given_bytes for rank in self.ranks)
 
     @property
     def steps_saved(self) -> int:
-        """How many steps fewer there were than the longest rank has batches, since others trained on some of these."""
+        """The number of steps saved because other ranks trained on some of the longest rank's batches."""
         return self.longest - self.steps
 
     @property
     def steps_to_save(self) -> int:
-        """How many steps fewer even shards, or rebalancing, would have taken."""
+        """The number of steps that even shards, or rebalancing, would have saved."""
         return self.steps - self.even_steps
 
     @property
     def saving(self) -> float:
-        """The share of the epoch's steps that even shards, or rebalancing, would save, from 0 to 1."""
+        """The share of the epoch's steps that even shards, or rebalancing, would have saved, from 0 to 1."""
         return self.steps_to_save / self.steps if self.steps else 0.0
 
     @property
     def seconds_to_save(self) -> float:
-        """An estimate of the seconds that these would have taken: each step counts as the mean of the epoch's."""
+        """An estimate of the seconds that these steps took: each step counts as the epoch's mean step."""
         return self.seconds * self.saving
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged, by key."""
+        """Return the values to log, by key."""
         values: dict[str, float] = {"join/idle_share": self.idle_share, "join/epoch_seconds": self.seconds}
         values["join/idle_seconds"], values["join/skew"] = self.idle_seconds, self.skew
         values["join/steps_to_save"], values["join/seconds_to_save"] = self.steps_to_save, self.seconds_to_save
