@@ -11,7 +11,7 @@
     JoinWarning (UserWarning)         the set-up works, but perhaps not as intended
     ├── JoinDriftWarning              ranks hold different states, or a value of some ranks' batches alone
     ├── JoinDataWarning               samples are left out, trained on twice, or read in another order
-    ├── JoinPerformanceWarning        it takes longer than it has to
+    ├── JoinPerformanceWarning        training takes longer than necessary
     └── JoinFutureWarning (FutureWarning)  an old name, which works until the next minor release
 
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
@@ -75,7 +75,7 @@ class JoinWarning(UserWarning):
 
 
 class JoinDriftWarning(JoinWarning):
-    """Ranks hold different states, or a value of some ranks' batches alone."""
+    """Ranks hold different states, or a value that comes from only some ranks' batches."""
 
 
 class JoinDataWarning(JoinWarning):
@@ -83,7 +83,7 @@ class JoinDataWarning(JoinWarning):
 
 
 class JoinPerformanceWarning(JoinWarning):
-    """It takes longer than it has to."""
+    """Training takes longer than necessary."""
 
 
 class JoinFutureWarning(JoinWarning, FutureWarning):
