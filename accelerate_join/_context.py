@@ -65,7 +65,7 @@ def join_uneven_inputs(
         The context, which yields the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
 
     Raises:
-        UnsupportedError: Accelerate uses neither DistributedDataParallel, FSDP nor DeepSpeed; or it accumulates
+        UnsupportedError: Accelerate uses none of DistributedDataParallel, FSDP and DeepSpeed; or it accumulates
             gradients while `weighting` is a function.
         JoinError: A prepared model has several wrappers, so that it is unknown which one the loop calls.
         JoinTypeError: An argument is unknown, and no hook takes it.
@@ -356,7 +356,7 @@ class AcceleratorContext:
                     loader.iteration = iteration + 1  # which Accelerate does not count of no batch
 
     def note_epoch(self, loader: Any) -> None:
-        """Note that user code on this rank starts to iterate over a loader that is not one of Accelerate's."""
+        """Note that user code on this rank starts to iterate over a loader that Accelerate has not prepared."""
         steps = self._driver.plain_steps
         self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
         self._began[id(loader)] = steps

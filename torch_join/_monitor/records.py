@@ -43,7 +43,7 @@ class RankRecord:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds of the epoch in which it had no batch of its own, and waited for other ranks or served them."""
+        """Seconds of the epoch after it ran out of batches, when it waited for other ranks or served them."""
         return self.seconds - self.active_seconds
 
     @property
