@@ -26,6 +26,6 @@ def note_victim(text: str) -> None:
 
 
 def forget_victim() -> None:
-    """Take that back: this rank goes on."""
+    """Take that back: this rank continues."""
     with suppress(OSError, KeyError):
         os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])
