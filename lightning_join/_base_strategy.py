@@ -41,7 +41,7 @@ from torch_join.integration import (
     warn_renamed,
 )
 
-# What there is during a run only. Pickles and copies of a strategy, and of all that leads to it, are without.
+# What exists during a run only. Pickles and copies of a strategy, and of objects that refer to it, omit it.
 _OF_A_RUN = (
     *("channel", "driver", "join", "metrics", "_step_values", "_manual"),
     *("sets_up", "gathers_alike", "around_step"),
@@ -51,15 +51,15 @@ _OF_A_RUN = (
 class Joining(JoiningStrategy):
     """A strategy that trains exactly on uneven dataloaders; `DDPJoinStrategy` describes its arguments."""
 
-    # Makes it the plain strategy again that a `JoinCallback` has found.
+    # Turns it back into the plain strategy that a `JoinCallback` has found.
     undo: Callable[[], None] | None = None
-    # What Lightning's messages name, and what is to be used here.
+    # What Lightning's messages recommend, and what to use here instead.
     _remedies: ClassVar[dict[str, str]] = {}
     _step_values: StepValues | None = None
     _timeout: timedelta | None
-    monitored = False  # by a callback, in the fit that begins
+    monitored = False  # by a callback, in the fit that starts
 
-    # What was chosen, to be read only: it is the same on all ranks.
+    # The chosen options, read-only: they are the same on all ranks.
     weighting = property(attrgetter("options.weighting"))
     throw_on_early_termination = property(attrgetter("options.throw_on_early_termination"))
     enable_join = property(attrgetter("options.enable"))  # until 0.3.0
@@ -79,7 +79,7 @@ class Joining(JoiningStrategy):
         rebalance: bool = False,
         placeholder: Placeholder | None = None,
         hand_over_buffers: bool | None = None,
-        enable_join: bool | None = None,  # `enable` by its old name, which configurations have
+        enable_join: bool | None = None,  # the old name of `enable`, which configurations use
         **kwargs: Any,
     ) -> None:
         refuse_misspelt(*kwargs)
@@ -97,7 +97,7 @@ class Joining(JoiningStrategy):
         """Raise if the strategy's arguments ask for an unsupported feature."""
 
     def __getstate__(self) -> dict[str, Any]:
-        without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and a set-up
+        without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and in a setup
         return {name: value for name, value in super().__getstate__().items() if name not in without}
 
     @property
@@ -141,7 +141,7 @@ class Joining(JoiningStrategy):
             return
         check_module(self.lightning_module)
         take_over(trainer, self)
-        use_device(self.root_device, None)  # before the channel, which may have to go by it
+        use_device(self.root_device, None)  # before the channel, which may depend on it
         self.channel = open_channel(timeout=self._timeout or self.options.timeout)
         self.sets_up = True
         self.driver = StepDriver(self.channel, self.options, extract_batch_size)
@@ -164,7 +164,7 @@ class Joining(JoiningStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, precision = self.lightning_module, self.precision_plugin
         assert module is not None
-        # Lightning's own, but for what is around autograd's part: what hooks do with others, joined ranks do too.
+        # Lightning's own code, except around autograd's part: joined ranks repeat the collectives of hooks.
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         with self.join.in_engine():
@@ -196,7 +196,7 @@ class Joining(JoiningStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
-        if _compat.is_rays(self.cluster_environment):  # which has the number of this worker's devices there
+        if _compat.is_rays(self.cluster_environment):  # which has this worker's number of devices there
             kwargs |= {"num_replicas": self.world_size, "rank": self.global_rank}
         if self.options.enable and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
             mark_injected(kwargs, trainer.predicting)
@@ -217,7 +217,7 @@ class Joining(JoiningStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        # Under a `JoinCallback` the trainer's strategy is a plain one, and stays so.
+        # Under a `JoinCallback` the trainer's strategy is a plain one, and remains one.
         for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         self.channel.fail(exception)
@@ -331,5 +331,5 @@ class Joining(JoiningStrategy):
         return super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def __repr__(self) -> str:
-        # Part of the error with which the other package's trainer refuses this object.
+        # Appears in the error with which the other package's trainer refuses this object.
         return f"<lightning_join.{type(self).__name__}, for the Trainer of `from lightning.pytorch import Trainer`>"

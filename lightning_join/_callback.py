@@ -25,7 +25,7 @@ from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
 from torch_join.integration import Options
 
-# What a plain strategy becomes.
+# The class that a plain strategy gets.
 JOINING: dict[type[Strategy], type[Joining]] = {
     DDPStrategy: DDPJoinStrategy,
     FSDPStrategy: FSDPJoinStrategy,
@@ -130,7 +130,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     strategy.begin_joining()
 
 
-# Not inside of `_upgrade`: the trainer may be pickled meanwhile.
+# Not inside of `_upgrade`: the trainer may be pickled in between.
 def _undo(
     trainer: Any,
     strategy: Any,

@@ -1,4 +1,4 @@
-"""What cannot be trained on uneven inputs yet, said before training starts."""
+"""Checks, before training starts, for what cannot be trained on uneven inputs yet."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from torch_join import UnsupportedError
 
 
 def check_strategy(strategy: DDPStrategy) -> None:
-    """Raise if the strategy's arguments ask for something unsupported."""
-    # Imported here, since it brings in all of torch.distributed.optim.
+    """Raise if the strategy's arguments request something unsupported."""
+    # Imported here, since it imports all of torch.distributed.optim.
     import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
 
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
@@ -27,9 +27,9 @@ def check_strategy(strategy: DDPStrategy) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Raise if the module trains, or evaluates, in a way that is unsupported."""
+    """Raise if the module trains, or evaluates, in an unsupported way."""
     for hook in ("training_step", "validation_step", "test_step"):
-        if not is_overridden(hook, module):  # it may be None, so that Lightning leaves the validation out
+        if not is_overridden(hook, module):  # it may be None, so that Lightning omits the validation
             continue
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
             raise UnsupportedError(

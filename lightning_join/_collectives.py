@@ -1,4 +1,4 @@
-"""A strategy's own collectives: in a step that some ranks do not have, over the ranks that have it."""
+"""A strategy's own collectives: in a step for which some ranks have no batch, over the ranks that have one."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,15 +12,14 @@ from torch_join.integration import Channel, Options, gather_objects, in_backward
 
 
 class ActiveCollectives:
-    """What the strategies of the Trainer and of Fabric do alike, before a class of Lightning's own.
+    """What the strategies of the Trainer and of Fabric share; a base class before Lightning's own class.
 
-    Where some rank has no batch, the others' collectives are mirrored by it. Averages are then over
-    the ranks that have one, gathers return their entries only, and a broadcast from a rank that has none
-    comes from the lowest one that has.
+    A rank that has no batch mirrors the others' collectives. Averages are then over the ranks that have one, gathers
+    return only their entries, and a broadcast from a rank that has none comes from the lowest rank that has one.
     """
 
     options: Options
-    # Whether what ranks gather now surely has the same shape on all of them: something of batches that are all full.
+    # Whether tensors gathered now surely have the same shape on all ranks: they come from batches that are all full.
     gathers_alike = False
     world_size: int
 
@@ -36,20 +35,20 @@ class ActiveCollectives:
 
     @property
     def in_placeholder(self) -> bool:
-        """Whether this rank is one of them."""
+        """Whether this rank runs a placeholder."""
         return False
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        """Return the ranks that have a batch, in a step for which some rank has none; otherwise `None`."""
         raise NotImplementedError
 
     @property
     def meets_over(self) -> Channel | None:
-        """Where the ranks can meet; `None` outside of a run."""
+        """The channel over which the ranks can meet; `None` outside of a run."""
         raise NotImplementedError
 
     def check_backward(self, everyone: bool) -> None:
-        """Note that gradients flow through a gather, of all ranks or of some.
+        """Record that gradients flow through a gather, of all ranks or of some.
 
         Raises:
             UnsupportedError: Ranks without a batch cannot follow it.
@@ -63,13 +62,13 @@ class ActiveCollectives:
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         ranks = self.find_step_ranks()
         everyone = group is None or group == dist.group.WORLD
-        # What checkpointing computes again in backward has been looked at in forward.
+        # What checkpointing recomputes in backward was checked in forward.
         if everyone and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
             self._check_shapes(self._shapes_of_all(tensor))
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward:
             self.check_backward(everyone)
-        # Detached: what has no backward must not look as if it had one.
+        # Detached: a tensor without a backward must not look as if it had one.
         gathered: Tensor = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)  # type: ignore[misc]
         return gathered if ranks is None else gathered[active_places(ranks, group)]
 
@@ -77,7 +76,8 @@ class ActiveCollectives:
         """Return the rows of all ranks that take part, without gradients; all of these call it.
 
         Args:
-            tensor: This rank's, of as many rows as it has, from none on; all else of its shape is as the others'.
+            tensor: This rank's tensor, with any number of rows, also none; its other dimensions are as on the other
+                ranks.
 
         Returns:
             One tensor of all rows, in the order of the ranks.
@@ -96,7 +96,7 @@ class ActiveCollectives:
         return join_rows(tensor, rows, lambda padded: own(padded)[list(shapes)])
 
     def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
-        """Exchange the shape of what is about to be gathered: gloo ends the process where one does not fit."""
+        """Exchange the shapes of the tensors to gather: gloo ends the process if one does not fit."""
         mine, ranks = [*tensor.shape], self.find_step_ranks()
         if not self.options.enable or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
@@ -126,10 +126,10 @@ class ActiveCollectives:
 
 
 def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
-    """Return what a rank that runs a placeholder adds to a reduction, in place of a tensor of its own.
+    """Return the tensor that a rank running a placeholder contributes to a reduction in place of its own.
 
     Raises:
-        UnsupportedError: There is no such thing.
+        UnsupportedError: There is no such tensor.
     """
     name = "sum" if is_mean(reduce_op) else str(reduce_op).lower().removeprefix("redoptype.").removeprefix("reduceop.")
     values: dict[str, float] = {"sum": 0, "product": 1}
@@ -145,11 +145,11 @@ def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
 
 
 def is_mean(reduce_op: Any) -> bool:
-    """Whether a reduction averages, as Lightning spells it."""
+    """Whether a reduction averages, by Lightning's names."""
     return isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
 
 
 def active_places(ranks: tuple[int, ...], group: Any | None) -> list[int]:
     """Return the places, among the ranks of a group, of those that take part."""
-    whole = dist.group.WORLD if group is None else group  # which `None` is not for older torch
+    whole = dist.group.WORLD if group is None else group  # older torch does not take `None` for it
     return [place for place, rank in enumerate(dist.get_process_group_ranks(whole)) if rank in ranks]

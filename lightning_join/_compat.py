@@ -1,10 +1,10 @@
-"""Every private name of Lightning and torchmetrics that this package touches.
+"""Every private name of Lightning and torchmetrics that this package uses.
 
-Seen in lightning 2.5.1 to 2.6.6, and in torchmetrics 1.0.3 to 1.9.0. `tests/lightning/test_compat.py` notices when one
-goes.
+Seen in lightning 2.5.1 to 2.6.6, and in torchmetrics 1.0.3 to 1.9.0. `tests/lightning/test_compat.py` fails when one
+disappears.
 """
 
-# What is imported here is for the other modules, by names without an underscore.
+# The imports here are for the other modules, by names without an underscore.
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
@@ -47,21 +47,21 @@ from torch_join.integration import check_names
 
 
 def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return with what Lightning wraps a model, in a CUDA stream of its own.
+    """Return the arguments with which Lightning wraps a model, in a separate CUDA stream.
 
-    No other stream waits for the parameters that DDP sends in that one, and of a model that is wrapped again some
-    gradients would be added up in the last one, which the new one does not wait for.
+    No other stream waits for the parameters that DDP sends in that one, and if a model is wrapped again some gradients
+    would be accumulated in the previous stream, for which the new one does not wait.
     """
     return {"device_ids": strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs}
 
 
-# Under `static_graph` DDP's first average waits for what a forward returns, which is nothing in manual optimization.
-# From 2.6 on Lightning asks for that average.
+# Under `static_graph` DDP's first average waits for a forward's output, which is none in manual optimization.
+# From 2.6 on Lightning requests that average.
 AVERAGES_FIRST_OF_STATIC_GRAPH = "post_backward" in vars(DDPStrategy)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
-    """Return the trainer that a module is attached to, where `module.trainer` raises if there is none."""
+    """Return the trainer to which a module is attached; `module.trainer` raises if there is none."""
     return None if module is None else module._trainer
 
 
@@ -71,12 +71,12 @@ def validation_interval(trainer: "pl.Trainer") -> float | None:
 
 
 def saves_on_exception(callback: Any) -> bool:
-    """Whether it is a `ModelCheckpoint` that saves where a run raises, as newer ones may."""
+    """Whether it is a `ModelCheckpoint` that saves when a run raises, as newer ones may."""
     return isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False)
 
 
 def wrapped_sampler(sampler: Any) -> Any:
-    """Return the user's sampler whose samples are dealt out by one that Lightning has made for `predict`."""
+    """Return the user's sampler whose samples Lightning's sampler for `predict` deals out."""
     return sampler.dataset._sampler
 
 
@@ -93,7 +93,7 @@ def has_dataloaders(trainer: "pl.Trainer") -> bool:
 
 
 def epoch_end_step(trainer: "pl.Trainer") -> int:
-    """Return the step at which Lightning writes the values of an epoch's end, that of its last batch."""
+    """Return the step at which Lightning logs the values of an epoch's end, that of its last batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped - 1
 
 
@@ -103,26 +103,26 @@ def mark_updated(metric: Metric) -> None:
 
 
 def get_cycled(loader: CombinedLoader) -> list[bool]:
-    """Return which parts of a loader have come to their end and begun again."""
+    """Return which parts of a loader have ended and restarted."""
     return list(getattr(loader._iterator, "_consumed", []))
 
 
 def set_cycled(loader: CombinedLoader, cycled: list[bool]) -> None:
-    """Tell an iterator that has just been made what `get_cycled` returned."""
+    """Set on a new iterator what `get_cycled` returned."""
     if cycled:
         iterator: Any = loader._iterator
         iterator._consumed = list(cycled)
 
 
 def set_limits(loader: CombinedLoader, limits: list[int | float]) -> None:
-    """Set how many batches of each part there are to be, also for an iterator that has been made."""
+    """Set the number of batches of each part, also for an existing iterator."""
     loader.limits = limits
     if loader._iterator is not None:
         loader._iterator.limits = limits
 
 
 class _Watched:
-    """An iterator that remembers whether it has ended, and calls `act` when it does."""
+    """An iterator that records whether it has ended, and calls `act` when it does."""
 
     def __init__(self, iterator: Iterator[Any], act: Callable[[], None]) -> None:
         self.iterator, self._act = iterator, act
@@ -145,9 +145,9 @@ class _Watched:
 
 
 def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list[Any]:
-    """Return, for an iterator that has just been made, what says by part whether it `ended`; `act` is called then.
+    """Return, for a new iterator, an object for each part that says whether it `ended`; `act` is called then.
 
-    A part that is cycled begins again then.
+    A part that is cycled restarts then.
     """
     iterator: Any = loader._iterator
     parts = zip(iterator.iterators, loader.flattened, strict=True)

@@ -1,6 +1,6 @@
-"""Every private name of Lightning Fabric that this package touches.
+"""Every private name of Lightning Fabric that this package uses.
 
-Seen in lightning 2.6.6. `tests/fabric/test_compat.py` notices when one goes.
+Seen in lightning 2.6.6. `tests/fabric/test_compat.py` fails when one disappears.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ __all__ = ["FabricOptimizer", "MultiProcessingLauncher", "acting_for_main", "con
 def convert_state(
     strategy: Any, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]
 ) -> dict[str, Any]:
-    """Return a checkpoint's contents, with state dicts in place of objects, and what passes a filter."""
+    """Return a checkpoint's contents, with state dicts in place of objects, and only what passes a filter."""
     found: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter=only)
     return found
 
 
 def acting_for_main() -> AbstractContextManager[None]:
-    """Have this process do what only rank 0 does."""
+    """Let this process do what only rank 0 does."""
     return setting(rank_zero_only, rank=0)
 
 

@@ -15,7 +15,7 @@ _ENGINES: dict[str, dict[str, Any]] = {
 
 
 def names(of_fabric: bool) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Go through the names: the class of each, itself, what it is, and what the class is called with."""
+    """Yield for each name: its class, the name, a description, and the arguments of the class."""
     what = "on uneven dataloaders"
     for suffix, method in _START_METHODS.items():
         options = {"start_method": method}

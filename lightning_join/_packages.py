@@ -1,4 +1,4 @@
-"""Objects of `pytorch_lightning`, whose classes are others than those of `lightning.pytorch`.
+"""Objects of `pytorch_lightning`, whose classes differ from those of `lightning.pytorch`.
 
 Nothing here imports that package: its objects are recognized by the names of their modules.
 """
@@ -17,11 +17,11 @@ _REMEDY = (
 def check_packages(trainer: "pl.Trainer") -> None:
     """Raise if a callback or the datamodule of `trainer` comes from `pytorch_lightning`.
 
-    Its trainer refuses such a module itself, and before there is a strategy to ask. Callbacks it takes
-    by the names of their hooks, so that each `isinstance` of Lightning's own would miss them.
+    Its trainer refuses such a module itself, and before there is a strategy to ask. It accepts callbacks by the names
+    of their hooks, so that Lightning's own `isinstance` checks would miss them.
 
     Raises:
-        JoinTypeError: Naming what to import.
+        JoinTypeError: With the import to use.
     """
     for part in (*trainer.callbacks, trainer.datamodule):  # type: ignore[attr-defined]
         if isinstance(part, (pl.Callback, pl.LightningDataModule)):
@@ -38,7 +38,7 @@ def check_trainer(trainer: object, callback: pl.Callback) -> None:
     """Raise if `callback`, one of ours, is run by a trainer that is not Lightning's.
 
     Raises:
-        JoinTypeError: Naming what to import.
+        JoinTypeError: With the import to use.
     """
     if not isinstance(trainer, pl.Trainer):
         raise JoinTypeError(

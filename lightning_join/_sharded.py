@@ -87,7 +87,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         with setting(strategy, _state_dict_type="full"):
             state = strategy.lightning_module_state_dict()
         module: Any = trainer.lightning_module
-        module.state_dict = lambda: state  # of this object, in a process that ends with this
+        module.state_dict = lambda: state  # of this object, in a process that ends then
         return super()._collect_rank_zero_results(trainer, results)
 
 

@@ -62,7 +62,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
 
     strategy_name = "ddp_join"
 
-    # What Lightning's advice on unused parameters names, and what is to be used here.
+    # What Lightning's advice on unused parameters recommends, and what to use here instead.
     _remedies: ClassVar[dict[str, str]] = {
         "strategy='ddp_find": "strategy='ddp_join_find",
         "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
@@ -103,7 +103,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self.model = self.model.module
         self.configure_ddp()
-        gc.collect()  # the old one's hooks go with it
+        gc.collect()  # with the old one's hooks
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if isinstance(self.join, PlaceholderLockstep):
@@ -135,8 +135,8 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:
             return super().validation_step(*args, **kwargs)
-        # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in those. The
-        # buffers have been made the same when the validation began.
+        # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in the number of batches. The
+        # buffers were made the same when the validation started.
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)

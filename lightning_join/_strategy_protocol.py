@@ -1,4 +1,4 @@
-"""What the other modules of this package ask of the strategy, and how they get at it from a trainer."""
+"""The interface of the strategy for the other modules of this package, and how they get it from a trainer."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,19 +21,19 @@ from torch_join.integration import (
 
 
 class JoiningStrategy(ParallelStrategy):
-    """The strategy, as the loops, the logged values and the training under it see it; none of them imports a real one.
+    """The strategy, as the loops, the logged values and the training modules see it; none of them imports a real one.
 
     Attributes:
-        options: What the user has chosen.
+        options: The user's options.
         channel: Small messages between the ranks, and the meetings of all of them. Until a run of several processes
-            begins there is nobody else.
-        driver: Serves, on a rank without a batch, what the others do in a step; `None` outside of a run.
-        join: Who has a batch at which step of a fit, and what a rank without one runs; `None` outside of a fit.
-        metrics: The module's metrics of torchmetrics; `None` outside of a run.
-        around_step: What is around a training step's transfer, then around its hooks.
-        gathers_alike: Whether what ranks gather now surely has the same shape on all of them.
-        sets_up: Whether no loop has run since the channel was opened: nobody says yet what has ended a rank that others
-            wait for.
+            starts it has a single rank.
+        driver: Serves, on a rank without a batch, the others' operations in a step; `None` outside of a run.
+        join: Knows which ranks have a batch at each step of a fit, and what one without runs; `None` outside of a fit.
+        metrics: The module's torchmetrics metrics; `None` outside of a run.
+        around_step: The contexts around a training step's transfer, then around its hooks.
+        gathers_alike: Whether tensors gathered now surely have the same shape on all ranks.
+        sets_up: Whether no loop has run since the channel was opened: the other ranks do not learn yet why a rank for
+            which they wait has ended.
         evaluated_by: The ranks with a batch, in a step of an evaluation or a prediction that the others run on
             placeholders; otherwise `None`.
     """
@@ -56,7 +56,7 @@ class JoiningStrategy(ParallelStrategy):
         return self.join is not None and self.join.in_tail and self.join.joined
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        """Return the ranks that have a batch, inside of a step that some rank does not have; otherwise `None`."""
+        """Return the ranks that have a batch, in a step for which some rank has none; otherwise `None`."""
         return self.driver.ranks if self.driver is not None else None
 
     @contextmanager
@@ -75,11 +75,11 @@ class JoiningStrategy(ParallelStrategy):
             self.channel.gather(None)
 
     def counting_nothing(self) -> AbstractContextManager[object]:
-        """Put around a step on a placeholder: what it logs, and what it adds to metrics, does not count."""
+        """Put around a step on a placeholder: its logged values and its updates of metrics do not count."""
         raise NotImplementedError
 
     def wrap_again(self) -> None:
-        """Build DDP anew, on all ranks, for the parameters that train now."""
+        """Rebuild DDP, on all ranks, for the parameters that train now."""
 
     def shadow_training_step(self) -> Tensor:
         """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
@@ -96,13 +96,13 @@ def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
 
 
 def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:
-    """Return what rebalances the batches of this run, if they are."""
+    """Return the object that rebalances the batches of this run, if they are rebalanced."""
     driver: StepDriver | None = getattr(trainer.strategy, "driver", None)  # Lightning's strategy of one device has none
     return driver.rebalancing if driver is not None and driver.rebalancing.enabled else None
 
 
 def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:
-    """Return the metrics of the module that is run."""
+    """Return the metrics of the running module."""
     metrics = strategy_of(trainer).metrics
     assert metrics is not None
     return metrics

@@ -38,7 +38,7 @@ class RayDeepSpeedJoinStrategy(DeepSpeedJoinStrategy, RayDeepSpeedStrategy):  # 
     """`DeepSpeedJoinStrategy` under Ray Train, with the same arguments."""
 
 
-# What a strategy of Ray's becomes.
+# The class that a Ray strategy gets.
 JOINING: dict[type[Strategy], type[Joining]] = {
     RayDDPStrategy: RayDDPJoinStrategy,
     RayFSDPStrategy: RayFSDPJoinStrategy,

@@ -28,7 +28,7 @@ class JoinedLoader(Generic[T]):
         self._joined_loader, self._joins, self.number = loader, joins, number
         self.positions = Resuming(joins.global_rank, joins.world_size)
         self.is_within = False
-        self._epochs_before = 0  # that Fabric, which counts them from 0, does not know of
+        self._epochs_before = 0  # which Fabric, whose count starts from 0, does not know
 
     def __iter__(self) -> Iterator[T]:
         found: Iterator[T] = self._joins.go_through(self, self._joined_loader)

@@ -67,12 +67,12 @@ class Joins:
     _launcher: Any
     _timeout: timedelta | None
     fabric: Fabric | None = None
-    _driver: LoopDriver | None = None  # of the context that is open
+    _driver: LoopDriver | None = None  # of the open context
     _operations: Operations | None = None
-    _within: str | None = None  # why nothing that ranks do together can be done in a loop within another
-    _deals_out = False  # whether a sampler of a loader deals a dataset out to the ranks
-    _numbered = 0  # how many loaders were set up
-    _inner = 0  # how many loops within the current one are under way
+    _within: str | None = None  # why ranks cannot communicate in a loop within another one
+    _deals_out = False  # whether a loader's sampler divides a dataset among the ranks
+    _numbered = 0  # the number of loaders that were set up
+    _inner = 0  # the number of loops running within the current one
 
     @renamed
     def __init__(
@@ -105,7 +105,7 @@ class Joins:
             self._launcher.__class__ = _Launcher
 
     def __repr__(self) -> str:
-        # Part of the error with which a Trainer refuses this object.
+        # Appears in the error with which a Trainer refuses this object.
         return f"<{type(self).__module__}.{type(self).__name__}, for Fabric>"
 
     # ------------------------------------------------------------ what a script may ask
@@ -199,7 +199,7 @@ class Joins:
     def note_set_up(self, thing: Any) -> None:
         """Make an object take part in all later loops, as long as it is referenced elsewhere."""
         if known := [weakref.ref(one) for one in self._set_up]:
-            # Here, so that all ranks forget the same: what was dropped may be in a cycle.
+            # Here, so that all ranks forget the same objects: dropped ones may be in a cycle.
             self._set_up.clear()
             gc.collect()
             self._set_up += [one for ref in known if (one := ref()) is not None]
@@ -235,12 +235,12 @@ class Joins:
         self._deals_out = self._deals_out or is_dealt_out(found)
         return self._joined(found)
 
-    @cached_property  # made after the launch: processes that Fabric spawns get this object pickled
+    @cached_property  # made after the launch: Fabric pickles this object for processes that it spawns
     def _loaders(self) -> "weakref.WeakValueDictionary[int, JoinedLoader[Any]]":
         return weakref.WeakValueDictionary()
 
     def _joined(self, loader: Iterable[T]) -> JoinedLoader[T]:
-        if self._driver is not None and self._driver.in_loop:  # which ranks that have joined do not come to
+        if self._driver is not None and self._driver.in_loop:  # joined ranks do not come here
             return JoinedLoader(loader, self)
         self._numbered += 1
         joined = JoinedLoader(loader, self, self._numbered)
@@ -251,7 +251,7 @@ class Joins:
         scaler = getattr(self.precision, "scaler", None)
         given = [*self._set_up, *self.joinables, *([] if scaler is None else [scaler])]
         things = {id(thing): thing for thing in map(_compat.unwrap_objects, given)}
-        # The last takes part where nothing else does: in an evaluation of a model that was not set up.
+        # The last one takes part if nothing else does: in an evaluation of a model that was not set up.
         return [*things.values(), SimpleNamespace(state_dict=dict, load_state_dict=dict)]
 
     # ------------------------------------------------------------ loops
@@ -278,7 +278,7 @@ class Joins:
         driver = self._driver
         if driver is not None and driver.reader is not None and driver.reader.pulling:
             joined.is_within = True
-            return iter(loader)  # a loop over something that holds it, such as a zip
+            return iter(loader)  # in a loop over something that holds it, such as a zip
         own_loops.finish(self)
         joined.tell_epoch(loader)
         if (driver := self._driver) is None:
@@ -337,7 +337,7 @@ class Joins:
         within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
         with ExitStack() as stack:
             for model in models:
-                if getattr(model, "broadcast_buffers", False):  # once, and not in each forward
+                if getattr(model, "broadcast_buffers", False):  # once, instead of in each forward
                     ModelShadow(model, watches=False).sync_buffers(0)
                     stack.enter_context(setting(model, broadcast_buffers=False))
                 stack.callback(model.register_forward_pre_hook(_refuse_training).remove)
@@ -470,7 +470,7 @@ class Joins:
 
 class _Launcher(_compat.MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Its processes end without `atexit`, and call no `sys.excepthook`.
+        # Its processes end without `atexit`, and do not call `sys.excepthook`.
         return super().launch(partial(own_loops.to_the_end, function), *args, **kwargs)
 
 

@@ -31,7 +31,7 @@ def pass_on_zero_grad() -> None:
 
     Otherwise, replacements of the inner object's method would not be called.
     """
-    setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  it has none of its own
+    setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  the class does not define it
 
 
 def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:

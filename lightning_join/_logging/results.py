@@ -1,10 +1,9 @@
 """Logged values that every rank can reduce, also a rank that never logged them.
 
-A value logged with `sync_dist=True` is reduced when the epoch has ended and somebody first reads it:
-in Lightning each rank does so in the order of its own dictionary, and a rank-zero-only callback (a
-progress bar) may do it earlier than the other ranks. Here each reduction is agreed on first. A rank
-that lacks the key takes a neutral value: 0 for a sum or a mean, the infinities for a minimum and a
-maximum. For a metric of torchmetrics it takes its own, which contributes what it has, if anything.
+A value logged with `sync_dist=True` is reduced after the epoch, when it is first read: in Lightning each rank does so
+in the order of its own dictionary, and a rank-zero-only callback (a progress bar) may do it earlier than the other
+ranks. Here the ranks first agree on each reduction. A rank that lacks the key takes a neutral value: 0 for a sum or a
+mean, the infinities for a minimum and a maximum. For a torchmetrics metric it takes its own, with its state, if any.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ class JoinResultCollection(ResultCollection):
         return super().metrics(on_step)
 
     def reduce_all(self) -> None:
-        """Reduce what has been logged on any rank; all ranks meet."""
+        """Reduce all values logged on any rank; all ranks meet."""
         self._reduce_together(until_all=True)
 
     def _reduce_together(self, until_all: bool) -> None:
@@ -64,8 +63,7 @@ class JoinResultCollection(ResultCollection):
 def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
     """Compare which of the values that callbacks monitor each rank has; all ranks meet.
 
-    A callback that does not find its value on one rank stays away there from the decision that the
-    others take together.
+    A callback that does not find its value on one rank would not take part there in the decision of all ranks.
 
     Raises:
         UnsupportedError: On all ranks, if some have a value and others have not.

@@ -41,25 +41,25 @@ def _unchanged(batch: Any, **_: Any) -> Any:
 class JoinEpochLoop(TrainingEpochLoop):
     """Lightning's training epoch loop where ranks may have different numbers of batches.
 
-    All ranks meet once after each step, in place of the broadcast with which Lightning begins each. They learn who
-    comes to the end of its batches, who was told to stop or terminate, and what the next step's batches count. Where
-    all have a batch, in the step that ends and in the next one, a rank only says its part there. It hears the others'
-    when it has gone through the next forward: they have said it by then, and it waits for nobody.
+    All ranks meet once after each step, instead of the broadcast with which Lightning starts each. They learn which
+    ranks reach the end of their batches, which were asked to stop or terminate, and what the next step's batches count.
+    If all have a batch in the step that ends and in the next one, a rank only sends its message there. It reads the
+    others' messages after the next forward: they have been sent by then, and it does not wait.
     """
 
-    # This rank's last batch in the fit and what its `training_step` returned: what hooks get in a step without a batch.
+    # This rank's last batch in the fit and its `training_step`'s output: hooks get these in a step without a batch.
     _kept: tuple[Any, dict[str, Any] | None] = None, None
-    _had_batch = False  # in this fit; or another rank's stands in for one
+    _had_batch = False  # in this fit; or has another rank's instead
     _has_joined = False  # in this epoch
-    _lacks_values = False  # some rank's first batch hooks run before it has logged anything
-    _has_transfer_hooks = False  # code of the user's own runs for each batch before its step
-    _has_optimization_hooks = False  # it runs between a step's forward and its end
+    _lacks_values = False  # the hooks of some rank's first batch run before it has logged anything
+    _has_transfer_hooks = False  # user code runs for each batch before its step
+    _has_optimization_hooks = False  # user code runs between a step's forward and its end
     _made_step = True
     _transfers = False  # the step's batch is transferred next
-    _steps_alike = 0  # in which all ranks' batches have the same size
-    _is_late = _is_unheard = False  # what ranks have said of the current step
-    _asks_to_validate = False  # since another rank does
-    _may_leave = False  # a batch's first hook may return -1, which all ranks meet to hear of
+    _steps_alike = 0  # the number of steps in which all ranks' batches have the same size
+    _is_late = _is_unheard = False  # whether the ranks' messages on the current step are late, and unread
+    _asks_to_validate = False  # because another rank does
+    _may_leave = False  # a batch's first hook may return -1, for which all ranks meet
     _validation_due = False
     _validates = False
 
@@ -68,7 +68,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         return self.trainer.fit_loop  # type: ignore[return-value]
 
     def begin_fit(self) -> None:
-        """Begin a fit in which this rank has not had a batch yet."""
+        """Start a fit in which this rank has not had a batch yet."""
         self._kept, self._had_batch, self._transfers = (None, None), False, False
 
     @property
@@ -78,15 +78,15 @@ class JoinEpochLoop(TrainingEpochLoop):
 
     def reset(self) -> None:
         if self._fit_loop.restarted_on_epoch_start and self.restarting:
-            # A checkpoint of `on_train_epoch_start`: Lightning takes the epoch before, which has ended, for this one.
+            # A checkpoint of `on_train_epoch_start`: Lightning mistakes the previous, ended epoch for this one.
             self._begin_progress()
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
         if rebalancing_of(self.trainer) is not None or fit_loop.is_planned or fit_loop.is_resized:
-            # Only a plan that is yet to be made knows whether steps are left.
+            # Only a plan that is still to be made knows whether steps are left.
             fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")  # ours says which, and why
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")  # our warning says which, and why
             super().reset()
         fit_loop.max_batches = steps
         if ended and self.batch_progress.current.ready > 0:
@@ -130,13 +130,13 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._lacks_values = bool(lack_batch.difference(join.active_ranks))
 
     def _rebalance(self, data_fetcher: ReadAheadFetcher) -> None:
-        """Begin to rebalance the epoch, if batches are; all ranks meet."""
+        """Start to rebalance the epoch, if batches are rebalanced; all ranks meet."""
         join, (most, was_unknown, was_even) = join_of(self.trainer), self._fit_loop.take_plan()
         if rebalancing_of(self.trainer) is None:
             return
         count = join.driver.members.count
         if not was_even:
-            # What has been read ahead tells more than was known then; the steps are to be those that were planned.
+            # The batches read ahead tell more than was known then; the steps must be those that were planned.
             length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
             how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
             join.rebalance(data_fetcher, length, **how)
@@ -155,19 +155,19 @@ class JoinEpochLoop(TrainingEpochLoop):
     def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         self._made_step = False
         data_fetcher.next_step = self._begin_step
-        with ExitStack() as strategy_of(self.trainer).around_step:  # not of this object's own, which is pickled
+        with ExitStack() as strategy_of(self.trainer).around_step:  # not an attribute of this object, which is pickled
             try:
                 super().advance(data_fetcher)
             except StopIteration as error:
-                if join_of(self.trainer).active_ranks:  # else it ends the epoch, on all ranks
+                if join_of(self.trainer).active_ranks:  # else it ends the epoch on all ranks
                     raise JoinError(STOPPED) from error
                 raise
 
     def _broadcast_sigterm_tensor(self) -> None:
-        pass  # a signal goes around with the meetings
+        pass  # signals are exchanged at the meetings
 
     def _begin_step(self, data_fetcher: ReadAheadFetcher) -> Any:
-        """Return the step's batch as it was read, or on a joined rank what stands in for one."""
+        """Return the step's batch as it was read, or on a joined rank its substitute."""
         trainer: Any = self.trainer
         join, strategy = join_of(trainer), strategy_of(trainer)
         if not join.active_ranks:
@@ -190,13 +190,13 @@ class JoinEpochLoop(TrainingEpochLoop):
             return self._kept[0]
         self._kept, self._had_batch = (None, None), True  # so that only one batch is in memory
         if self._has_transfer_hooks and not join.runs_placeholders:
-            # A step of its own: these hooks run where there is a batch only, and may issue collectives.
+            # A separate step: these hooks run only where there is a batch, and may issue collectives.
             strategy.around_step.enter_context(join.driver.step(join.active_ranks))
             strategy.around_step.enter_context(join.before_forward())
         return data_fetcher.take() if join.plan is None else join.plan.take()
 
     def transfer(self, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a batch on the device, where the strategy's own method moves it; prepare for a step's first hooks."""
+        """Return a batch on the device, in place of the strategy's own method; prepare for a step's first hooks."""
         if not self._transfers:  # an evaluation's
             return move(*args, **kwargs)
         self._transfers = False
@@ -225,7 +225,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         return HookLogging(self._results, strategy_of(self.trainer)) if logging else nullcontext()
 
     def end_step(self, output: Any, kwargs: OrderedDict[str, Any]) -> Any:
-        """Return what the last hooks of the step get for its output, and prepare for them."""
+        """Return the output that the last hooks of the step get, and prepare for them."""
         trainer: Any = self.trainer
         join, fetcher = join_of(trainer), self._fit_loop.fetcher
         if join.joined:
@@ -243,20 +243,20 @@ class JoinEpochLoop(TrainingEpochLoop):
 
     @property
     def _requeues(self) -> bool:
-        """Whether all ranks are to save for the next job, and no accumulation is under way, which that would lose."""
+        """Whether all ranks will save for the next job, and no accumulation is under way, which would be lost."""
         return self._fit_loop.requeues and not self._should_accumulate()
 
     def _validates_next(self) -> bool:
-        """Whether a validation comes right after this step, as far as is known: not by whose clock."""
+        """Whether a validation follows right after this step, as far as is known: intervals in seconds do not count."""
         if _compat.validation_interval(cast(Any, self.trainer)) is not None:
             return False
         with self._fit_loop.stopping_together():
             return bool(super()._should_check_val_fx(self._fit_loop.fetcher))
 
     def _enter_hooks(self, last: str, act: Callable[[Any], Any] | None = None) -> None:
-        """Begin what is around the batch hooks, until the `last` one, which is the module's; then `act`.
+        """Enter the contexts around the batch hooks, until the `last` hook of the module; then call `act`.
 
-        Those of a step without a batch change neither logged values nor metrics.
+        The hooks of a step without a batch change neither logged values nor metrics.
         """
         join, metrics, strategy = join_of(self.trainer), metrics_of(self.trainer), strategy_of(self.trainer)
 
@@ -295,7 +295,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     @NoStopIteration()
     def on_advance_end(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         strategy_of(self.trainer).gathers_alike = False
-        if self._made_step:  # and not come back from a checkpoint just to validate
+        if self._made_step:  # and not resumed from a checkpoint just to validate
             self.meet(data_fetcher)
         self._validates = False
         module, act = self.trainer.lightning_module, self._fit_loop.requeue
@@ -310,7 +310,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     # ------------------------------------------------------------ meetings
 
     def meet(self, data_fetcher: ReadAheadFetcher) -> None:
-        """Say all that may end the epoch or the fit, and go on to the next step; hear it of the others now or later."""
+        """Send all that may end the epoch or the fit, and proceed to the next step; read the others' now or later."""
         trainer: Any = self.trainer
         join = join_of(trainer)
         self._hear_others()
@@ -320,23 +320,23 @@ class JoinEpochLoop(TrainingEpochLoop):
         end = data_fetcher.fill() if join.plan is None else data_fetcher.fill(join.plan.ahead)
         notice: dict[str, Any] = self._fit_loop.requests
         if self._asks_to_validate or (trainer.is_global_zero and self._time_to_validate()):
-            notice["validate"] = True  # clocks differ: rank 0's counts
+            notice["validate"] = True  # clocks differ: rank 0's is decisive
         if data_fetcher.claimed is not None:
             notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
-            data_fetcher.claimed = None  # it is said once
+            data_fetcher.claimed = None  # it is sent once
         self._is_late = not join.arrive(end, self._next_count(data_fetcher), notice or None, waits)
         self._is_unheard = True
         if notice or not self._is_late:
             self._hear_others()
 
     def _needs_all(self, data_fetcher: ReadAheadFetcher) -> bool:
-        """Whether all ranks do something together before the next step's batch is trained on, or there may be none."""
+        """Whether all ranks communicate before the next step's batch is trained on, or there may be no next step."""
         may_end = self.batch_progress.is_last_batch or self._is_training_done or self._may_leave
-        # Once all have agreed to stop they keep to that, or take it back, together.
+        # Once all have agreed to stop they stay with that, or revoke it, together.
         return may_end or self._fit_loop.agreed_stop or self._should_check_val_fx(data_fetcher)
 
     def _hear_others(self) -> None:
-        """Take what the ranks have said when they came to this step, unless this one has."""
+        """Read what the ranks sent when they came to this step, unless that was done."""
         self._validation_due = False
         if not self._is_unheard:
             return
@@ -350,13 +350,13 @@ class JoinEpochLoop(TrainingEpochLoop):
 
     def _next_count(self, data_fetcher: ReadAheadFetcher) -> float:
         join = join_of(self.trainer)
-        if (count := join.driver.members.count) is None or join.plan is not None:  # which counts what this rank gets
+        if (count := join.driver.members.count) is None or join.plan is not None:  # the plan counts this rank's batches
             return 0
         self._check_accumulation()
         return data_fetcher.count(count) if data_fetcher.read(0) else 0
 
     def _check_accumulation(self) -> None:
-        """Raise for windows of which each batch would be weighted alone, so that the mean is no mean over all items."""
+        """Raise for windows in which each batch would be weighted alone, so that the mean is not over all items."""
         if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
                 "A weighting by a function, with accumulate_grad_batches > 1: each step of a window would be weighted"
@@ -372,20 +372,20 @@ class JoinEpochLoop(TrainingEpochLoop):
         return bool(time.monotonic() - trainer._last_val_time >= interval)
 
     def _should_accumulate(self) -> bool:
-        # Whether the batch is the last one is asked for only where it matters.
+        # Whether the batch is the last one is determined only where it matters.
         window_ends = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
         return not window_ends and super()._should_accumulate()
 
     def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
         if self._is_unheard:
-            return False  # else the ranks would have heard each other
+            return False  # else the ranks would have read each other's messages
         trainer: Any = self.trainer
         with self._fit_loop.stopping_together():
             if _compat.validation_interval(trainer) is not None:
                 stops = trainer.should_stop and self._fit_loop._can_stop_early
                 self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
             else:
-                # An interval of 1.0 means the epoch's end, also where that comes before the length said so.
+                # An interval of 1.0 means the epoch's end, also if that comes before the length said so.
                 ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
                 self._validates = super()._should_check_val_fx(data_fetcher) or (
                     ends and self._should_check_val_epoch()
@@ -400,7 +400,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             return
         join = join_of(trainer)
         if interval == "step" and not (update_plateau_schedulers or join.active_ranks):
-            return  # all ranks were told to leave at this batch: nothing was trained, so nothing moves but the epoch
+            return  # all ranks left at this batch: nothing was trained, so only the epoch advances
         super().update_lr_schedulers(interval, update_plateau_schedulers)
         if update_plateau_schedulers and not (interval == "step" and self._should_accumulate()):
             index = self.batch_idx if interval == "step" else trainer.current_epoch
@@ -409,7 +409,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     def _share_first_batch(self, batch: Any) -> Any:
         """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
 
-        As it is after its transfer, whose hooks run on the rank that read it alone.
+        The batch is as after its transfer, whose hooks run only on the rank that read it.
         """
         strategy = strategy_of(self.trainer)
         source = join_of(self.trainer).active_ranks[0]

@@ -1,7 +1,7 @@
-"""The evaluation loop on uneven dataloaders, empty ones among them.
+"""The evaluation loop on uneven dataloaders, including empty ones.
 
-Evaluation needs no shadow steps: ranks go through their batches on their own. One that has come to
-the end of a dataloader serves the collectives that the others' steps issue, until they come to it too.
+Evaluation needs no shadow steps: ranks process their batches independently. A rank at the end of a dataloader
+serves the collectives of the other ranks' steps, until they reach it too.
 """
 
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
 
     def run(self) -> Any:
         around_run = strategy_of(self.trainer).around_run
-        # Amid a fit the fit loop's run is around it.
+        # During a fit the fit loop's run is around it.
         with nullcontext() if self._is_amid_fit else around_run(last=not self.trainer.sanity_checking):
             if self.trainer.received_sigterm:
                 raise SIGTERMException
@@ -40,7 +40,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
 
     def _look_again(self) -> None:
         if self._combined_loader is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            # There may be more data than before, or less; what a planned one is too short for is not known yet.
+            # There may be more data than before, or less; whether a planned loader is too short is not known yet.
             mine = self.measure(self._combined_loader.flattened)
             self._take_lengths(replace(mine, error=None) if any(mine.planned) else mine)
 
@@ -48,7 +48,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         super().on_run_start()
         strategy = strategy_of(self.trainer)
         if strategy.join is not None:
-            # Each rank has its own since the last training step, or those that a hook has put in.
+            # Each rank has its own since the last training step, or buffers that a hook has set.
             strategy.join.catch_up()
             strategy.join.sync_buffers()
         metrics_of(self.trainer).renew()
@@ -60,17 +60,17 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
                 super()._evaluation_step(*args)
 
     def _store_dataloader_outputs(self) -> None:
-        pass  # on every rank, and for each dataloader: `_finish_rounds` does
+        pass  # on every rank, and for each dataloader: `_finish_rounds` stores them
 
     def on_run_end(self) -> Any:
         self._finish_rounds()
-        self.batch_progress.is_last_batch = True  # of all ranks, also where this rank had none
-        self._has_run = not self.trainer.sanity_checking  # also where this rank had no batch
+        self.batch_progress.is_last_batch = True  # of all ranks, also if this rank had none
+        self._has_run = not self.trainer.sanity_checking  # also if this rank had no batch
         return super().on_run_end()
 
     def _on_evaluation_epoch_end(self) -> None:
         def compare(_: Any) -> None:
-            cast(JoinResultCollection, self._results).reduce_all()  # the hooks may have logged, and on some ranks only
+            cast(JoinResultCollection, self._results).reduce_all()  # hooks may have logged on some ranks only
 
         hook = "on_test_epoch_end" if self.trainer.testing else "on_validation_epoch_end"
         with after_hook(self.trainer.lightning_module, hook, compare):
@@ -88,7 +88,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         super()._store_dataloader_outputs()
 
     def _serve_step(self, active: tuple[int, ...]) -> None:
-        """Take part in a step of the ranks that have a batch, and log the values that all have in common."""
+        """Take part in a step of the ranks that have a batch, and log the values that are the same on all ranks."""
         trainer: Any = self.trainer
         rounds, index = self._rounds, self._rounds.index
         connector = trainer._logger_connector

@@ -1,4 +1,4 @@
-"""How far each rank has come in the dataloaders of an evaluation or a prediction."""
+"""The progress of each rank in the dataloaders of an evaluation or a prediction."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,16 +17,15 @@ from torch_join.integration import StepDriver, broadcast, make_placeholder, sett
 class Rounds:
     """A round is one dataloader, or several that are read side by side.
 
-    Ranks go through their batches on their own, and meet at each step only if some rank's number of
-    batches is not certain. One that has come to the end of a round serves the collectives that the
-    others' steps issue, until they come to it too.
+    Ranks process their batches independently, and meet at each step only if some rank's number of batches is uncertain.
+    A rank at the end of a round serves the collectives of the other ranks' steps, until they reach it too.
 
     Args:
         loop: The loop, an `InRounds`.
 
     Attributes:
         index: The number of the current round.
-        places: Which dataloaders are read in each round.
+        places: The dataloaders that are read in each round.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -36,14 +35,14 @@ class Rounds:
         self._rank = self._strategy.channel.rank
         self.index = 0
         self._steps = 0
-        self._ended: frozenset[int] = frozenset()  # where numbers are uncertain
+        self._ended: frozenset[int] = frozenset()  # if numbers are uncertain
         self._placeholder = self._strategy.options.placeholder
-        self._last: Any = None  # the batch of this round of which placeholders are made
+        self._last: Any = None  # the batch of this round from which placeholders are made
         self._limits_itself = loader._mode == "sequential"
         self.places: list[Sequence[int]] = [range(len(loader.flattened))]
         if self._limits_itself:
             self.places = [[place] for place in self.places[0]]
-        # By round, and by rank: how many batches it has, and whether that is certain.
+        # By round and by rank: the number of batches, and whether it is certain.
         self._limits: list[list[int | float]] = [
             [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for each in everyone]
             for places in self.places
@@ -52,26 +51,26 @@ class Rounds:
             [not resumed and all(each.certain[i] for i in places) for each in everyone] for places in self.places
         ]
         self._alike = [_loaders.steps_alike(everyone, places) for places in self.places]
-        # The rounds in which some rank may have another number of batches than it says before.
+        # The rounds in which some rank may have another number of batches than it announces before.
         planned = [any(each.planned[i] for each in everyone for i in places) for places in self.places]
         self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
 
     @property
     def driver(self) -> StepDriver:
-        """Serves what the others do in their steps."""
+        """Serves the other ranks' steps."""
         assert self._strategy.driver is not None
         return self._strategy.driver
 
     @property
     def over(self) -> bool:
-        """Whether the limit is reached; Lightning sees to it only where it knows all lengths."""
+        """Whether the limit is reached; Lightning checks that only if it knows all lengths."""
         if self._limits_itself or self.index in self._planned:
             return False
         return self._steps >= self._limits[self.index][self._rank]
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Put around what this rank does with a batch."""
+        """Put around the processing of this rank's batch."""
         self._begin()
         active = self._active_ranks(has_batch=True)
         if self._placeholder is not None:
@@ -96,7 +95,7 @@ class Rounds:
             self._loop.run_step(batch, self._steps)
 
     def _keep(self, active: tuple[int, ...], batch: Any) -> None:
-        """Keep this rank's batch, or another rank's where this one has none in the round; all ranks call this."""
+        """Keep this rank's batch, or another rank's if this one has none in the round; all ranks call this."""
         if self._steps == 0:
             self._last = None
             if len(active) < self._strategy.world_size:
@@ -105,7 +104,7 @@ class Rounds:
         self._last = self._last if batch is None else batch
 
     def finish(self, serve: Callable[[tuple[int, ...]], None]) -> None:
-        """Go on to the next round when all ranks have come to the end of this one.
+        """Proceed to the next round when all ranks have reached the end of this one.
 
         Args:
             serve: Called with the active ranks at each of their steps.
@@ -127,10 +126,10 @@ class Rounds:
         self.index, self._steps, self._ended = self.index + 1, 0, frozenset()
 
     def _begin(self) -> None:
-        """Hear what ranks have in this round, if that may differ from what they have said; all ranks meet.
+        """Exchange the ranks' numbers of batches in this round, if the announced ones are uncertain; all ranks meet.
 
-        This rank's dataloaders have been iterated, and have yielded their first batch or come to their end: only then
-        those that plan their batches anew say how many these are.
+        This rank's dataloaders have been iterated, and have yielded their first batch or ended: loaders that plan their
+        batches anew know their number only then.
         """
         if self.index not in self._planned:
             return
@@ -156,11 +155,11 @@ class Rounds:
 
 
 class InRounds:
-    """What Lightning's evaluation and its prediction do alike, where ranks may have different numbers of batches."""
+    """What Lightning's evaluation and prediction loops share, where ranks may have different numbers of batches."""
 
     _everyone: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
-    _limits_name = "_max_batches"  # Lightning's name for how many batches of each dataloader are run
+    _limits_name = "_max_batches"  # Lightning's name for the number of batches that are run of each dataloader
 
     @property
     def skip(self) -> bool:
@@ -169,7 +168,7 @@ class InRounds:
 
     @property
     def _step_name(self) -> str:
-        """The name of the hook that a batch is given to."""
+        """The name of the hook that gets a batch."""
         raise NotImplementedError
 
     @property
@@ -194,7 +193,7 @@ class InRounds:
             _loaders.warn(self._everyone)
 
     def _look_again(self) -> None:
-        """Measure dataloaders that are those of the run before."""
+        """Measure dataloaders that are the same as in the previous run."""
 
     def measure(self: Any, loaders: Sequence[Any]) -> _loaders.Loaders:
         return _loaders.measure(self._stage, loaders, self._limit)
@@ -205,17 +204,17 @@ class InRounds:
 
     def reset(self: Any) -> None:
         mine = self._everyone[self.trainer.global_rank]
-        # Until dataloaders are iterated: what a planned one has said is no limit.
+        # Until dataloaders are iterated: the length that a planned one announces is no limit.
         most = self._limit if isinstance(self._limit, int) else float("inf")
         before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):
             super().reset()  # type: ignore[misc]
         self._rounds = Rounds(self)
         if not read_in_rounds(self._data_fetcher, self._rounds, any(mine.planned)):
-            self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: nobody can serve it
+            self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: no rank can serve it
 
     def _finish_rounds(self, until: int | None = None) -> None:
-        """Come to the end of the rounds before `until`, or of all; all ranks meet at each."""
+        """Reach the end of the rounds before `until`, or of all; all ranks meet at each."""
         while self._rounds.index < (len(self._rounds.places) if until is None else until):
             self._finish_round()
 

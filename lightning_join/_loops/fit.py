@@ -41,20 +41,20 @@ class JoinFitLoop(FitLoop):
     """Lightning's fit loop where ranks may have different numbers of batches."""
 
     # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
-    # rank's loop while the others go on.
+    # rank's loop while the others continue.
     agreed_stop = False
-    requeues = False  # all ranks know that SLURM is to start the job again
-    is_planned = False  # whether some rank may have another number of batches than it has said
+    requeues = False  # all ranks know that SLURM will start the job again
+    is_planned = False  # whether some rank may have another number of batches than announced
     _lengths: Sequence[int | float] = ()
     _has_warned = False
-    _steps: int | float = -1  # what follows from them, or from a plan
+    _steps: int | float = -1  # derived from them, or from a plan
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
-    _resumed: dict[str, Any] | None = None  # the same, where that epoch goes on, until it is rebalanced
-    _last_place: LoaderPlace | None = None  # where this rank was when the fit ended
+    _resumed: dict[str, Any] | None = None  # the same for a resumed epoch, until it is rebalanced
+    _last_place: LoaderPlace | None = None  # this rank's position when the fit ended
 
     def run(self) -> None:
         strategy, epoch_loop = cast(Any, self.trainer.strategy), cast(Any, self.epoch_loop)
-        # On the object: outside of what a strategy that is derived from ours does to a batch.
+        # On the object: outside the changes that a strategy derived from ours makes to a batch.
         transfer = setting(strategy, batch_to_device=partial(epoch_loop.transfer, strategy.batch_to_device))
         with strategy.around_run(last=not is_finding_learning_rate(self.trainer)), transfer:
             self.agreed_stop = self.requeues = False
@@ -74,7 +74,7 @@ class JoinFitLoop(FitLoop):
 
     def setup_data(self) -> None:
         before, trainer = self._data_fetcher, self.trainer
-        # Each rank's state goes to its own dataloaders, where the epoch begins.
+        # Each rank's state goes to its own dataloaders, when the epoch starts.
         measure = partial(_loaders.measure, RunningStage.TRAINING, limit=trainer.limit_train_batches)
         lengths = evened(self, measure, self._check_interval)
         with lengths, setting(self, _combined_loader_states_to_load=[]):
@@ -82,7 +82,7 @@ class JoinFitLoop(FitLoop):
         loader = self._combined_loader
         if loader is None or self._data_fetcher is before:
             return
-        self._last_train_dl_reload_epoch = trainer.current_epoch  # also where all are empty
+        self._last_train_dl_reload_epoch = trainer.current_epoch  # also if all are empty
         self._data_fetcher = fetcher = ReadAheadFetcher(Resuming(trainer.global_rank, trainer.world_size))
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
@@ -94,14 +94,14 @@ class JoinFitLoop(FitLoop):
 
     @property
     def fetcher(self) -> ReadAheadFetcher:
-        """What reads this rank's dataloaders."""
+        """The fetcher that reads this rank's dataloaders."""
         assert isinstance(self._data_fetcher, ReadAheadFetcher)
         return self._data_fetcher
 
     def measure(self) -> Sequence[_loaders.Loaders]:
-        """Exchange how many batches each rank says it has, and take all numbers from the longest; all ranks meet.
+        """Exchange the number of batches that each rank reports, and take all numbers from the longest; all ranks meet.
 
-        They hold until the dataloaders are iterated: only then one that plans its batches anew says how many these are.
+        They hold until the dataloaders are iterated: a loader that plans its batches anew knows its number only then.
         """
         self.fetcher.limit = self.trainer.limit_train_batches
         everyone = strategy_of(self.trainer).channel.gather(self.fetcher.measure(), of=_loaders.Loaders)
@@ -121,7 +121,7 @@ class JoinFitLoop(FitLoop):
         self.set_steps(steps)
 
     def check_estimate(self, steps: int | None) -> None:
-        """Warn, once, if a plan needs more steps than the trainer has said that there are."""
+        """Warn, once, if a plan needs more steps than the trainer has announced."""
         if steps is None or steps <= self.max_batches or self._has_warned:
             return
         self._has_warned = True
@@ -133,7 +133,7 @@ class JoinFitLoop(FitLoop):
         )
 
     def set_steps(self, steps: int | float | None) -> None:
-        """Take the number of batches from a plan, which knows what ranks may give and where they resume."""
+        """Take the number of batches from a plan, which knows how many ranks may give and where they resume."""
         steps = float("inf") if steps is None else steps
         if self._steps == steps:
             return  # StochasticWeightAveraging may have changed `max_batches` since
@@ -160,11 +160,11 @@ class JoinFitLoop(FitLoop):
             )
 
     def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
-        # As in later epochs, and before Lightning, which would not say whose dataloaders have no length, and knows of
-        # neither what is rebalanced nor a combined loader that is shorter on each rank than its longest parts.
+        # As in later epochs, and before Lightning, which would not name the rank whose dataloaders have no length, and
+        # ignores rebalancing, and a combined loader that is shorter on each rank than its longest parts.
         self.set_lengths(everyone)
         trainer: Any = self.trainer
-        interval = trainer.val_check_batch or 0  # none where it is in seconds
+        interval = trainer.val_check_batch or 0  # none if it is in seconds
         validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
         if validates and 0 < self.max_batches < interval:
             raise JoinValueError(
@@ -199,7 +199,7 @@ class JoinFitLoop(FitLoop):
         join.check_unfrozen("at an epoch's start (on_train_epoch_start, as BackboneFinetuning does) or end")
         strategy_of(trainer).gathers_alike = False
         join.finish()
-        if not trainer.strategy.monitored:  # by a callback, which logs a line of its own
+        if not trainer.strategy.monitored:  # by a callback, which logs a line itself
             join.note_end()
         join.catch_up()
         metrics_of(trainer).renew()
@@ -207,7 +207,7 @@ class JoinFitLoop(FitLoop):
         results.reduce_all()
 
         def compare(_: Any) -> None:
-            results.reduce_all()  # the hooks may have logged, and on some ranks only
+            results.reduce_all()  # hooks may have logged on some ranks only
             check_monitored(trainer, join.channel)
 
         with after_hook(trainer.lightning_module, "on_train_epoch_end", compare):  # before the callbacks that monitor
@@ -222,7 +222,7 @@ class JoinFitLoop(FitLoop):
 
     @property
     def requests(self) -> dict[str, bool]:
-        """What this rank asks all ranks to do: stop, or terminate."""
+        """This rank's requests to all ranks: to stop, or to terminate."""
         trainer: Any = self.trainer
         signals = trainer._signal_connector
         requests = {"stop": trainer.should_stop, "sigterm": signals.signalled}
@@ -234,21 +234,21 @@ class JoinFitLoop(FitLoop):
         self.apply_requests(strategy_of(self.trainer).channel.barrier(notice=self.requests or None).notices)
 
     def requeue(self, response: Any = None) -> Any:
-        """Save a checkpoint and have SLURM start the job again; all ranks call this. Return the `response`."""
+        """Save a checkpoint and let SLURM start the job again; all ranks call this. Return the `response`."""
         self.requeues = False
         cast(Any, self.trainer)._signal_connector.requeue()
         return response
 
     def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
-        """Do what the `notices` ask for, which are the same on all ranks.
+        """Do what the `notices` request, which are the same on all ranks.
 
         Args:
             notices: By rank.
-            at_once: Whether all ranks hear them at the same place. If not, only what all ask for is done, as these have
-                all waited to hear; what some ask for, whoever hears of it asks for too, at the end of the next step.
+            at_once: Whether all ranks read them at the same place. If not, only what all ranks request is done, as all
+                of them have waited for that; a request of some is repeated by all that read it, after the next step.
 
         Returns:
-            What is done.
+            The requests that are fulfilled.
         """
         if not notices:
             self.agreed_stop = False
@@ -276,17 +276,17 @@ class JoinFitLoop(FitLoop):
         return agreed
 
     def stopping_together(self) -> AbstractContextManager[None]:
-        """Show Lightning the flag that all ranks agree on in place of this rank's own."""
+        """Show Lightning the flag on which all ranks agree instead of this rank's flag."""
         is_own = self.trainer.should_stop == self.agreed_stop
         return nullcontext() if is_own else setting(self.trainer, should_stop=self.agreed_stop)
 
-    # ------------------------------------------------------------ every rank's place, in checkpoints
+    # ------------------------------------------------------------ every rank's position, in checkpoints
     #
-    # Lightning saves the state of rank 0's dataloaders, after what has been read ahead, and gives it to every rank.
-    # Here the file holds each rank's own, as of the batches that training has taken, as loops of the user's save it.
+    # Lightning saves the state of rank 0's dataloaders, after the batches read ahead, and gives it to every rank.
+    # Here the file holds each rank's state, after the batches that training has taken, as in a user's own loop.
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Collect every rank's place on rank 0; all ranks meet.
+        """Collect every rank's position on rank 0; all ranks meet.
 
         Raises:
             UnsupportedError: Some rank cannot take part.
@@ -299,7 +299,7 @@ class JoinFitLoop(FitLoop):
                 " callback, `on_train_batch_end` for example."
             )
         if (join := strategy_of(trainer).join) is not None:
-            join.catch_up()  # in place: Lightning has taken references of what it saves of the module
+            join.catch_up()  # in place: Lightning has taken references to the module's state for saving
         if self.epoch_loop._should_accumulate():
             rank_zero_only(JoinDataWarning.warn)(
                 f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, where an"
@@ -320,7 +320,7 @@ class JoinFitLoop(FitLoop):
         if states and isinstance(fetcher, ReadAheadFetcher):
             stateful = [part for part in fetcher.combined_loader.flattened if hasattr(part, "load_state_dict")]
             if len(states) == len(stateful):
-                state["combined_loader"] = states  # what Lightning's own strategies look for
+                state["combined_loader"] = states  # which Lightning's own strategies read
         return state
 
     def _plan_now(self, step: int) -> dict[str, Any]:
@@ -331,10 +331,10 @@ class JoinFitLoop(FitLoop):
         return {"max_sent_per_step": plan.max_sent_per_step, "unknown": plan.unknown_at(step)}
 
     def take_plan(self) -> tuple[int | None, bool, bool]:
-        """Return what this rank said of the epoch that is resumed, once.
+        """Return, once, what this rank reported on the resumed epoch.
 
         Returns:
-            How many batches it may give away in a step, if it said so; whether it could not say how many it has left;
+            How many batches it may give away in a step, if reported; whether it could not report how many it has left;
             whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
         """
         record, self._resumed = self._resumed or {}, None
@@ -352,7 +352,7 @@ class JoinFitLoop(FitLoop):
 
     def _gather(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
         trainer = self.trainer
-        # Not over the channel, which is closed after the fit; and each state goes to the rank that writes only.
+        # Not over the channel, which is closed after the fit; and each state is sent only to the rank that writes.
         places: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(place, places)
         return places or [place if rank == trainer.global_rank else None for rank in range(trainer.world_size)]
@@ -363,16 +363,16 @@ class JoinFitLoop(FitLoop):
 
     @property
     def is_resized(self) -> bool:
-        """Whether another number of ranks has made some steps of the epoch that is about to go on."""
+        """Whether another number of ranks has made some steps of the epoch that is about to be resumed."""
         return self._record is not None and is_dealt_anew(self._record, self.trainer.world_size)
 
     def start_reading(self, fetcher: ReadAheadFetcher) -> None:
-        """Make the epoch's iterator, in the first epoch after a checkpoint where that left off.
+        """Make the epoch's iterator, which starts at a checkpoint's position in the first epoch after it.
 
         Raises:
-            JoinValueError: On all ranks, if other ranks have written the checkpoint, and what is left is not known.
-            UnsupportedError: The epoch was begun in another way than it is to go on.
-            JoinError: The epoch has become shorter than what was trained of it.
+            JoinValueError: On all ranks, if other ranks have written the checkpoint, and the rest is not known.
+            UnsupportedError: The epoch was started in another way than it is resumed.
+            JoinError: The epoch has become shorter than its trained part.
         """
         trainer, record, self._record = self.trainer, self._record, None
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
@@ -404,7 +404,7 @@ class JoinFitLoop(FitLoop):
             fetcher.end_here()
 
     def _go_on(self, record: dict[str, Any], keeper: Any, resumes: bool) -> None:
-        """Have the epoch that begins go on where a record says."""
+        """Resume the starting epoch at the position in a record."""
         trainer: Any = self.trainer
         is_over, is_other = record["over"] or not resumes, len(record["places"]) != trainer.world_size
         most = record.get("max_sent_per_step") if resumes else None

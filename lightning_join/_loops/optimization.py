@@ -1,4 +1,4 @@
-"""Optimization: a real step, one without a loss, or a shadow; weighted."""
+"""Optimization: a real step, one without a loss, or a shadow step; weighted."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResu
 from lightning_join._loops.user_code import NoStopIteration, shadow_step
 from lightning_join._strategy_protocol import JoiningStrategy, join_of, strategy_of
 
-# What the strategy's `training_step` returns for `None`, which Lightning refuses where there are several ranks.
+# What the strategy's `training_step` returns for `None`, which Lightning refuses if there are several ranks.
 NOTHING = object()
 
 
@@ -26,8 +26,8 @@ class _StepResult(ClosureResult):
 class JoinAutomaticOptimization(AutomaticOptimization):
     """Lightning's automatic optimization, in which a joined rank has no `training_step`.
 
-    All that follows it (zero_grad, backward, clipping, the optimizer's step and every hook) is the
-    same on all ranks, also where `training_step` returned `None` and others have a loss.
+    All that follows it (zero_grad, backward, clipping, the optimizer's step and every hook) is the same on all ranks,
+    also if `training_step` returned `None` and other ranks have a loss.
     """
 
     output_result_cls = _StepResult
@@ -72,8 +72,8 @@ class JoinAutomaticOptimization(AutomaticOptimization):
 def _merge_statistics(module: nn.Module, strategy: JoiningStrategy) -> None:
     """Give all ranks the statistics of all ranks' batches; all ranks meet.
 
-    `StochasticWeightAveraging` ends with an epoch in which nothing is trained and each BatchNorm takes the
-    plain average over its batches (`momentum=None`). Each rank has averaged over its own.
+    `StochasticWeightAveraging` ends with an epoch in which nothing is trained and each BatchNorm takes the plain
+    average over its batches (`momentum=None`). Each rank has averaged over its own batches.
     """
     for norm in module.modules():
         if not isinstance(norm, BatchNorm) or norm.momentum is not None or norm.num_batches_tracked is None:
@@ -87,7 +87,7 @@ def _merge_statistics(module: nn.Module, strategy: JoiningStrategy) -> None:
 
 
 class JoinManualOptimization(ManualOptimization):
-    """Lightning's manual optimization, in which a joined rank repeats what the others' `training_step` trains."""
+    """Lightning's manual optimization, in which a joined rank repeats the training of the others' `training_step`."""
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         with join_of(self.trainer).around_step():
@@ -96,7 +96,7 @@ class JoinManualOptimization(ManualOptimization):
         return cast(dict[str, Any], loop.end_step(output, kwargs))
 
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
-        # Inside of what suppresses it, else it would end one rank's step alone, and in silence.
+        # Inside the code that suppresses it, else it would silently end one rank's step alone.
         with NoStopIteration():
             join = join_of(self.trainer)
             if join.joined and not join.runs_placeholders:

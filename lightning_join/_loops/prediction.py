@@ -1,4 +1,4 @@
-"""The prediction loop on uneven dataloaders, empty ones among them."""
+"""The prediction loop on uneven dataloaders, including empty ones."""
 
 from typing import Any
 

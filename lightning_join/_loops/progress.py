@@ -1,4 +1,4 @@
-"""Progress in an epoch, of which a rank may know later than Lightning sets it whether it comes to its end."""
+"""Progress in an epoch, where a rank may learn later than Lightning asks whether a batch is the last."""
 
 import weakref
 from typing import Any
@@ -8,12 +8,12 @@ from torch_join.integration import Lockstep, setting
 
 
 class JoinBatchProgress(BatchProgress):
-    """Lightning's, which asks whether a batch is the last when somebody looks, and waits for other ranks only then."""
+    """Lightning's, which determines whether a batch is the last on access, and waits for other ranks only then."""
 
-    _join: weakref.ReferenceType[Lockstep] | None = None  # until it has been asked
+    _join: weakref.ReferenceType[Lockstep] | None = None  # until it has answered
 
     def ask(self, join: Lockstep) -> None:
-        """Have the current step's `is_last_batch` come from `join`."""
+        """Take the current step's `is_last_batch` from `join`."""
         self.is_last_batch = False
         self._join = weakref.ref(join)
 
@@ -23,7 +23,7 @@ class JoinBatchProgress(BatchProgress):
         if self._join is not None:
             join = self._join()
             known = vars(self)["is_last_batch"] if join is None else join.is_last_step
-            if join is not None and not join.has_met:  # amid a wait
+            if join is not None and not join.has_met:  # during a wait
                 return bool(known)
             self.is_last_batch = known
         return bool(vars(self)["is_last_batch"])
@@ -33,8 +33,8 @@ class JoinBatchProgress(BatchProgress):
         self._join = None
         vars(self)["is_last_batch"] = value
 
-    # States never wait: the handler of a signal may save a checkpoint, while another rank has yet to say what this one
-    # would wait for. Amid a step it is not known to be the last one; after it, it has been asked for.
+    # States never wait: a signal handler may save a checkpoint while this rank would wait for another one's message.
+    # During a step it is not known to be the last one; after the step, it has been read.
 
     def state_dict(self) -> dict[str, Any]:
         with setting(self, _join=None):

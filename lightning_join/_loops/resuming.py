@@ -1,4 +1,4 @@
-"""Checkpoints with the place of every rank in its dataloaders, in jobs of another number of ranks."""
+"""Checkpoints with every rank's position in its dataloaders, in jobs with another number of ranks."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ KEY = "torch_join"
 
 
 def record_in(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a loop's state in a checkpoint says of the ranks' places, as this version writes it.
+    """Return the ranks' positions in a loop's state in a checkpoint, in the format of this version.
 
-    What 0.2.0 has written, which the next release reads no more, has no version.
+    The format of 0.2.0, which the next release no longer reads, has no version.
     """
     record: dict[str, Any] | None = state.get(KEY)
     if record is None or "version" in record:
@@ -24,12 +24,12 @@ def record_in(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
-    """Return what `Resuming.load` takes.
+    """Return the state for `Resuming.load`.
 
     Args:
-        record: What `record_in` returned.
-        keeper: What has a place on this rank.
-        over: Whether the epoch is.
+        record: The return value of `record_in`.
+        keeper: The object that has a position on this rank.
+        over: Whether the epoch is over.
     """
     known = [_placed(place, keeper) for place in record["places"]]
     known = [place and {**place, "over": over} for place in known]
@@ -37,7 +37,7 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
-    """Return the same for a checkpoint of another strategy, which has the states of rank 0's dataloaders."""
+    """Return the same for another strategy's checkpoint, which has the states of rank 0's dataloaders."""
     rank_zero_only(JoinDataWarning.warn)(
         "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
         " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
@@ -63,21 +63,21 @@ def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
 
 
 def why_unknown(record: dict[str, Any] | None) -> str:
-    """Return why some rank's place is not known."""
+    """Return why some rank's position is not known."""
     places = [] if record is None else record["places"]
     return next((place["refused"] for place in places if place and "refused" in place), "they have no state")
 
 
 def is_dealt_anew(record: dict[str, Any], world_size: int) -> bool:
-    """Whether so many ranks go on with an epoch of which others have made steps, so that its length is no limit."""
+    """Whether this number of ranks resumes an epoch of which another made steps, so that its length is no limit."""
     return len(record["places"]) != world_size or any(place and place.get("deals") for place in record["places"])
 
 
 def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
-    """Prepare a checkpoint for one process, whose loops are Lightning's own, to go on from if it is `fitting`.
+    """Prepare a checkpoint for one process, whose loops are Lightning's own, to resume from if it is `fitting`.
 
     Raises:
-        UnsupportedError: Several ranks have written it in an epoch.
+        UnsupportedError: Several ranks have written it within an epoch.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {})
     record = record_in(state.get("state_dict", {}))
@@ -89,16 +89,16 @@ def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
 
 
 def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: float) -> None:
-    """Raise for a checkpoint of other ranks from the middle of an epoch whose rest cannot be known here.
+    """Raise for a checkpoint of other ranks from the middle of an epoch whose rest cannot be determined.
 
     Args:
-        record: What `record_in` returned.
-        world_size: How many ranks there are now.
+        record: The return value of `record_in`.
+        world_size: The number of ranks now.
         is_over: Whether the epoch is over.
-        limit: How much is used of the dataloaders.
+        limit: The part of the dataloaders that is used.
 
     Raises:
-        UnsupportedError: It is one.
+        UnsupportedError: It is such a checkpoint.
     """
     world, places = len(record["places"]), record["places"]
     if not is_over and record["step"] and world_size > 1:
@@ -117,10 +117,10 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
 
 
 def check_limit(limit: float) -> None:
-    """Raise where the rest of an epoch that other ranks have begun is limited.
+    """Raise if the rest of an epoch that other ranks have started is limited.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: It is.
     """
     if isinstance(limit, int) or limit != 1.0:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Give the trainer's own loops the join classes, and Lightning's back.
+"""Give the trainer's own loops the join classes, and give them Lightning's back.
 
-By assigning `__class__`: the loops' state, checkpoint keys, data sources and every reference that
-callbacks hold to them stay Lightning's. New loop objects would lose those.
+This assigns `__class__`: the loops' state, checkpoint keys, data sources and all references that callbacks hold to
+them stay Lightning's. New loop objects would lose those.
 """
 
 from typing import Any, cast
@@ -33,14 +33,14 @@ CLASSES: dict[type, type] = {
     _compat.SignalConnector: JoinSignalConnector,
 }
 for its, ours in CLASSES.items():
-    ours.__name__ = its.__name__  # by which profilers and messages know a loop
+    ours.__name__ = its.__name__  # profilers and messages show a loop by this name
 
 
 def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
     """Give the loops of `trainer` the join classes; doing it again does nothing.
 
     Raises:
-        UnsupportedError: A loop is of a class of the user's own.
+        UnsupportedError: A loop is of a user-defined class.
     """
     for part in _parts(trainer):
         if type(part) in CLASSES.values():
@@ -92,7 +92,7 @@ def _results(trainer: Any) -> list[Any]:
 
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:
-    # They save on the one rank that raised, and saving takes collectives that the others never issue.
+    # They save on the one rank that raised, and saving takes collectives that the other ranks never issue.
     reason = "saving takes part of every rank, and the others would not. It is skipped: save every so many steps."
     for callback in list(trainer.callbacks):
         if isinstance(callback, OnExceptionCheckpoint):

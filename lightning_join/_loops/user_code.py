@@ -1,4 +1,4 @@
-"""What the loops put around code of the user's own, and need to know of it."""
+"""Contexts that the loops put around user code, and what they need to know of it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -15,7 +15,7 @@ from torch_join.integration import setting
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
-    """Whether code of the user's own takes part in the transfer of a batch to the device; the same on all ranks."""
+    """Whether user code takes part in the transfer of a batch to the device; the same on all ranks."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     converter = type(trainer.precision_plugin).convert_input.__module__
@@ -24,7 +24,7 @@ def has_transfer_hooks(trainer: Any) -> bool:
 
 
 def has_optimization_hooks(trainer: Any) -> bool:
-    """Whether hooks of the user's run between a step's forward and its end: all ranks run them, and they may log."""
+    """Whether user hooks run between a step's forward and its end: all ranks run them, and they may log."""
     hooks = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
     # `LambdaCallback` sets its hooks on the object.
     in_callbacks = any(
@@ -45,14 +45,14 @@ def shadow_step(trainer: Any) -> Tensor:
 
 @contextmanager
 def after_hook(module: Any, hook: str, act: Callable[[Any], Any]) -> Iterator[None]:
-    """Have `act` run right after a hook of the module's, with what the hook returned; return what `act` does."""
+    """Run `act` right after a hook of the module, with the hook's return value; return the return value of `act`."""
     with ExitStack() as inside:
         inside.enter_context(setting(module, **{hook: _Followed(module, hook, inside.close, act)}))
         yield
 
 
 class _Followed:
-    """A hook in the place of a module's own; copies and pickles of the module have their own."""
+    """A hook that replaces a module's own; copies and pickles of the module have the original."""
 
     def __init__(self, module: Any, hook: str, end: Callable[[], None], act: Callable[[Any], Any]) -> None:
         self._owner, self._hook, self._end, self._act = module, hook, end, act
@@ -69,9 +69,9 @@ class _Followed:
 STOPPED = "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
 
 
-# No generator: contextlib takes a RuntimeError, as ours is, that comes of a StopIteration for one that Python raises.
+# No generator: contextlib would take our RuntimeError, caused by a StopIteration, for one that Python raised.
 class NoStopIteration(ContextDecorator):
-    """Put around user code that a `StopIteration` would take out of the loop of this rank alone."""
+    """Put around user code whose `StopIteration` would end the loop of this rank alone."""
 
     def __enter__(self) -> None:
         pass

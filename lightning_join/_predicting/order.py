@@ -1,4 +1,4 @@
-"""Which samples a rank has read, and of which dataset: of one that all ranks have, or of a shard of its own."""
+"""The samples that a rank has read, and their dataset: one that all ranks have, or this rank's shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Reading:
     """What one rank knows of the batches of a dataloader.
 
     Attributes:
-        batches: How many there are.
-        by_rank: Whether their samples are of a dataset of this rank's own.
-        has_indices: Whether it knows their samples' indices.
-        samples: The length of the dataset, where a sampler deals it out to the ranks.
+        batches: Their number.
+        by_rank: Whether each rank has a different dataset.
+        has_indices: Whether the rank knows their samples' indices.
+        samples: The length of the dataset, if a sampler deals it out to the ranks.
     """
 
     batches: int = 0
@@ -37,7 +37,7 @@ class Reading:
 
 
 def why_unknown(loader: Any) -> str | None:
-    """Say why nobody records which samples a dataloader yields; `None` if Lightning does."""
+    """Return why the samples that a dataloader yields are not recorded; `None` if Lightning records them."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -52,10 +52,10 @@ def why_unknown(loader: Any) -> str | None:
 
 
 def read_indices(loader: Any, batches: Sequence[int]) -> list[list[int]] | None:
-    """Return which samples the batches of these numbers have held, as was recorded when they were read.
+    """Return the samples in the batches of these numbers, as recorded when they were read.
 
     Returns:
-        Indices by batch; `None` where nobody knows them.
+        Indices by batch; `None` if they are not known.
     """
     if why_unknown(loader) is not None:
         return None
@@ -66,17 +66,17 @@ def read_indices(loader: Any, batches: Sequence[int]) -> list[list[int]] | None:
 
 
 def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Order | None) -> Reading:
-    """Say what this rank knows of the batches of a dataloader.
+    """Return what this rank knows of the batches of a dataloader.
 
     Args:
         loader: The dataloader.
-        place: The number of it.
-        batches: How many batches it has had.
+        place: Its number.
+        batches: The number of batches that it has yielded.
         has_indices: Whether this rank knows their samples' indices.
-        order: What the user has asked for, if anything.
+        order: The order that the user has requested, if any.
 
     Raises:
-        UnsupportedError: They are to be in an order that nobody knows.
+        UnsupportedError: The requested order is not known.
     """
     if not batches:
         return Reading()
@@ -127,7 +127,7 @@ def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
 
 
 def is_copy(strategy: Any) -> bool:
-    """Whether another rank has the same batches: of each group of tensor parallelism the first one counts."""
+    """Whether another rank has the same batches: of each group of tensor parallelism the first rank counts."""
     try:
         mesh = getattr(strategy, "device_mesh", None)
     except RuntimeError:  # there is none yet

@@ -40,7 +40,7 @@ class JoinPredictionWriter(BasePredictionWriter):
         super().__init__("batch")
         self.path, self.order = Path(path), order
         self._part: RowsPart | None = None
-        self._read: list[tuple[int, bool]] = []  # by dataloader: how many batches, and whether all indices are known
+        self._read: list[tuple[int, bool]] = []  # by dataloader: the number of batches; are all indices known
 
     def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         loaders = trainer.predict_loop.num_dataloaders
@@ -60,7 +60,7 @@ class JoinPredictionWriter(BasePredictionWriter):
         if self._part is None or is_copy(trainer.strategy):
             return
         combined: Any = trainer.predict_loop._combined_loader
-        # Not `batch_indices`: where these are not known, they are still those of the dataloader before.
+        # Not `batch_indices`: if these are not known, they are still those of the previous dataloader.
         found = read_indices(combined.flattened[dataloader_idx], [batch_idx])
         prediction = move_data_to_device(prediction, torch.device("cpu"))
         self._part.append(dataloader_idx, prediction, None if found is None else found[0])

@@ -1,5 +1,5 @@
-"""Each rank's own dataloaders: how many batches they have, reading ahead, samplers, and where a rank is in them.
+"""Each rank's dataloaders: their number of batches, reading ahead, samplers, and the rank's position in them.
 
-Nothing here meets the other ranks but `exchange` in `loaders.py`.
-Begin with: `fetcher.py`, with which a rank knows one step ahead that its batches end.
+Nothing here meets the other ranks except `exchange` in `loaders.py`.
+Start with: `fetcher.py`, with which a rank knows one step ahead that its batches end.
 """

@@ -1,4 +1,4 @@
-"""Several dataloaders side by side, as one in which a rank has a place."""
+"""Several dataloaders side by side, as one in which a rank has a position."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -12,15 +12,15 @@ from torch_join.integration import LoaderPlace, SideBySide, draws_globally, forg
 
 
 class Combined(SideBySide):
-    """Lightning's combined loader, with what it yields of each step.
+    """Lightning's combined loader, with the batches that it yields in each step.
 
-    Without a state of its own a place in it is found by reading what comes before once more.
+    Without a state, a position in it is found by reading again all that comes before.
 
     Attributes:
         loaders: The dataloaders, in order.
     """
 
-    __slots__ = ("_combined",)  # what draws an order is looked for in what is no slot
+    __slots__ = ("_combined",)  # objects that draw an order are searched for in attributes that are no slots
     _remedy = "that shuffles by torch's default generator: give it one, `DataLoader(..., generator=torch.Generator())`"
 
     def __init__(self, combined: CombinedLoader) -> None:
@@ -28,7 +28,7 @@ class Combined(SideBySide):
 
     @property
     def problem(self) -> str:
-        """Why the current order cannot be restored: a dataloader has started again, in an order that is lost."""
+        """Why the current order cannot be restored: a dataloader has restarted, in an order that is lost."""
         restarted = zip(self.loaders, _compat.get_cycled(self._combined), strict=False)  # none in other modes
         names = [type(part).__name__ for part, has_restarted in restarted if has_restarted and self._loses_order(part)]
         if not names:
@@ -42,15 +42,15 @@ class Combined(SideBySide):
         return draws_globally(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Lightning's is no iterator of its own: it would begin again if it were asked for one.
+        # Lightning's loader is not its own iterator: `iter()` would restart it.
         return iter(partial(next, iter(self._combined)), object())
 
 
 class StatefulCombined(Combined):
-    """The same where some of the dataloaders have a state that says where they are; the others begin anew.
+    """The same if some of the dataloaders have a state with their position; the others start anew.
 
     Attributes:
-        stateless: Those.
+        stateless: The others.
     """
 
     __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
@@ -72,12 +72,12 @@ class StatefulCombined(Combined):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the dataloaders that have one, and which have come to their end and begun again."""
+        """Return the states of the dataloaders that have one, and which loaders have ended and restarted."""
         before, states = self._newest, []
         for number, (place, part) in enumerate(self._stateful):
-            # One that has ended while others go on would begin anew, so its state stays what it was before that.
+            # A loader that ended before the others would start anew, so its state stays as it was before that.
             has_ended = before and self._combined._mode == "max_size" and self._watched[place].ended
-            states.append(before[number] if has_ended else deepcopy(part.state_dict()))  # which may go on changing
+            states.append(before[number] if has_ended else deepcopy(part.state_dict()))  # which may change later
         self._newest = states
         return {"states": states, "cycled": _compat.get_cycled(self._combined)}
 
@@ -98,21 +98,21 @@ class StatefulCombined(Combined):
 
 
 def place_keeper(combined: CombinedLoader) -> Any:
-    """Return what a `Position` goes through for a combined loader: its only dataloader, or all of them as one."""
+    """Return the object that a `Position` reads for a combined loader: its only dataloader, or all of them as one."""
     if len(combined.flattened) == 1:
         return combined.flattened[0]
     return (StatefulCombined if any(map(keeps_place, combined.flattened)) else Combined)(combined)
 
 
 def states_in(place: LoaderPlace) -> list[Any]:
-    """Return the states that a place has, one for each dataloader that has a state, as Lightning saves them."""
+    """Return the states in a position, one for each dataloader that has a state, as Lightning saves them."""
     state = place.get("state")
     is_combined = isinstance(state, dict) and state.keys() == {"states", "cycled"}
     return [] if state is None else state["states"] if is_combined else [state]
 
 
 def state_of(keeper: Any, states: Sequence[Any], cycled: Sequence[bool] = ()) -> Any:
-    """Return the opposite, for a place in what `place_keeper` has returned; states are those of all that have one."""
+    """Return the opposite, for a position in a `place_keeper`'s return value; states are those of all that have one."""
     if not isinstance(keeper, Combined):
         return states[0]
     stateful = [part for part in keeper.loaders if hasattr(part, "load_state_dict")]

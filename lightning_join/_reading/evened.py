@@ -1,4 +1,4 @@
-"""What Lightning sets a loop up with: this rank's dataloaders, but for a length that is the longest rank's."""
+"""The dataloaders with which Lightning sets a loop up: this rank's, but with the length of the longest rank's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch_join.integration import setting
 
 
 class EvenedLoader:
-    """Stands for a dataloader: `isinstance` takes it for one, and whoever sets or gets attributes for the same."""
+    """Stands for a dataloader: `isinstance` and access to attributes treat it as that one."""
 
     def __init__(self, loader: Any, find_longest: Callable[[], int | float]) -> None:
         vars(self).update(own_loader=loader, find_longest=find_longest)
@@ -26,7 +26,7 @@ class EvenedLoader:
         return int(longest)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield nothing: a reader that is made in the set-up is not gone through, and must not begin anything."""
+        """Yield nothing: a reader that is made in the setup does not iterate, and must not start anything."""
         return iter(())
 
     def __getattr__(self, name: str) -> Any:
@@ -42,17 +42,17 @@ def evened(
     measure: Callable[[Sequence[Any]], Loaders],
     check: Callable[[Sequence[Loaders]], None] | None = None,
 ) -> Iterator[None]:
-    """Have Lightning set a loop up with lengths that all ranks have; then the loop has this rank's own dataloaders.
+    """Let Lightning set a loop up with the same lengths on all ranks; then the loop has this rank's dataloaders.
 
-    Lightning takes all numbers of a loop from its dataloaders' lengths. The first time that one is asked for, all
-    ranks exchange theirs, of all dataloaders that there are by then.
+    Lightning takes all numbers of a loop from its dataloaders' lengths. When it reads the first length, all ranks
+    exchange the lengths of all dataloaders that exist by then.
 
-    Where Lightning waits for all ranks in the set-up, a failure of one is heard of.
+    If Lightning waits for all ranks in the setup, they learn of one rank's failure.
 
     Args:
         loop: The loop.
         measure: Measures this rank's dataloaders.
-        check: Called with what each rank has measured, before Lightning takes any number from it.
+        check: Called with each rank's measurement, before Lightning takes any number from it.
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
@@ -61,7 +61,7 @@ def evened(
     process = strategy.process_dataloader
 
     def find_longest(place: int) -> int | float:
-        """Return the number of batches on the rank that has most; all ranks meet, unless they have for this loader."""
+        """Return the largest number of batches of any rank; all ranks meet, unless they have for this loader."""
         if place >= len(longest):
             everyone = exchange(strategy.channel, measure(loaders))
             longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
@@ -71,12 +71,12 @@ def evened(
 
     def stand_in(loader: Any) -> EvenedLoader:
         loaders.append(process(loader))
-        # In messages of Lightning's it has the name of what it stands for.
+        # Lightning's messages show the name of the dataloader that it stands for.
         named: type[EvenedLoader] = type(type(loaders[-1]).__name__, (EvenedLoader,), {})
         return named(loaders[-1], partial(find_longest, len(loaders) - 1))
 
     try:
-        # On the object: a strategy that is derived from ours may put a dataloader of its own around what ours returns.
+        # On the object: a strategy derived from ours may wrap the dataloader that ours returns.
         with setting(strategy, sets_up=True, process_dataloader=stand_in):
             yield
     finally:

@@ -31,7 +31,7 @@ class _Begun:
 
 
 class _RoundsFetcher(PrefetchDataFetcher):
-    """Reads no batch that its round does not have, also where Lightning does not know; and, if planned, none ahead."""
+    """Reads no batch beyond its round, also if Lightning does not know that limit; and, if planned, none ahead."""
 
     rounds: Any
     is_planned = False
@@ -43,12 +43,12 @@ class _RoundsFetcher(PrefetchDataFetcher):
 
 
 def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
-    """Have a fetcher of an evaluation or a prediction go by its rounds, if it is one that reads batches.
+    """Let the fetcher of an evaluation or a prediction follow its rounds, if it is one that reads batches.
 
     Args:
         fetcher: The fetcher.
         rounds: Its `Rounds`.
-        is_planned: Whether limits alone count, since the lengths that they follow from are not known yet.
+        is_planned: Whether only limits count, since the lengths from which they follow are not known yet.
     """
     if type(fetcher) is not PrefetchDataFetcher:
         return False
@@ -60,22 +60,22 @@ def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
 
 
 class ReadAheadFetcher(DataFetcher, Reader[Any]):
-    """Reads ahead through Lightning's iterator, so that this rank knows one step ahead that it comes to its end.
+    """Reads ahead through Lightning's iterator, so that this rank knows one step ahead that its batches end.
 
-    The loader's iterator is made when the epoch's steps begin, and not where Lightning asks for it:
-    that is twice in an epoch that reloads its dataloaders, so that what was read first is lost, and
-    before the sampler is told the epoch when training is resumed.
+    The loader's iterator is made when the epoch's steps start, and not when Lightning requests it: that is twice in an
+    epoch that reloads its dataloaders, so that the first batches are lost, and before the sampler's epoch is set when
+    training is resumed.
 
     Attributes:
-        limit: How many batches are used of an epoch's, or which share of them.
-        said: What the dataloaders say of their numbers of batches, limits included.
-        claimed: What the loader had said its length was, if it ended before that.
+        limit: The number of batches that are used in an epoch, or their share.
+        said: The numbers of batches that the dataloaders report, limits included.
+        claimed: The length that the loader had reported, if it ended before that.
         left: Whether this rank has left the epoch, though there may be more batches.
-        rebalances: Whether batches may go to other ranks, so that steps and batches are not one to one.
+        rebalances: Whether batches may go to other ranks, so that steps and batches do not correspond.
         is_over: Whether the epoch has ended.
-        resuming: Begins an epoch where it goes on.
-        keeper: What has a place: the only dataloader, or all of them as one.
-        next_step: Begins a step and returns its batch, which may be another rank's, or a stand-in.
+        resuming: Starts an epoch at the position where it resumes.
+        keeper: The object that has a position: the only dataloader, or all of them as one.
+        next_step: Starts a step and returns its batch, which may be another rank's, or a substitute.
     """
 
     def __init__(self, resuming: Resuming) -> None:
@@ -83,21 +83,21 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self.limit: int | float = 1.0
         self.next_step: Callable[[ReadAheadFetcher], Any]
         self.said = Loaders([])
-        self._has_read = False  # anything of this epoch
+        self._has_read = False  # whether it has read a batch of this epoch
         self.rebalances = False
         self.resuming = resuming
         self.keeper: Any = None
-        self._position: Any = None  # a `Position`, once this epoch has begun
+        self._position: Any = None  # a `Position`, once this epoch has started
         self.is_over = False
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_position": None}  # whose iterator cannot be pickled
+        return {**vars(self), "_position": None}  # its iterator cannot be pickled
 
     def __next__(self) -> Any:
         """Return the next step's batch, with the numbers that Lightning's fetchers return and the fit does not use."""
         batch = self.next_step(self)
-        self.done = False  # whether a step is the epoch's last one is not said by what has been read
+        self.done = False  # the batches read do not tell whether a step is the epoch's last one
         return batch, 0, 0
 
     def __iter__(self) -> "ReadAheadFetcher":
@@ -110,24 +110,24 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self.claimed: int | None = None
         self.taken = self._skipped = 0
         self.left = False
-        self._nones: list[int] = []  # batches that were `None`: after how many others each was read
-        self._reserved: deque[list[Any]] = deque()  # the batches of each step that is planned
-        self._in_step = 0  # batches of the step that is run now
+        self._nones: list[int] = []  # for each batch that was `None`: how many others were read before
+        self._reserved: deque[list[Any]] = deque()  # the batches of each planned step
+        self._in_step = 0  # the number of batches of the current step
         self._guard: RefillGuard | None = None
 
     def measure(self) -> Loaders:
-        """Return, and note, what the dataloaders say now of their numbers of batches."""
+        """Return, and store, the numbers of batches that the dataloaders report now."""
         self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
         left = None if self._position is None or self.is_over else self._position.length
-        if left is not None:  # the epoch goes on with what another number of ranks has left
+        if left is not None:  # the epoch continues with the batches that another number of ranks has left
             self.said = replace(self.said, limits=[left], lengths=[left], full=[None])
         return self.said
 
     def _take_length(self) -> None:
-        """Take the number of this epoch's batches, limits included, from what the dataloaders say now, if they do.
+        """Take the number of this epoch's batches, limits included, from the dataloaders' lengths, if they have one.
 
-        Asked for when the iterator has been made, since that is when some plan an epoch's batches, and once more when
-        something has been read, since a generator begins then.
+        This is called when the iterator has been made, since some dataloaders plan an epoch's batches then, and again
+        when the first batch has been read, since a generator starts then.
         """
         limits = self.measure().limits
         _compat.set_limits(self.combined_loader, limits)
@@ -142,18 +142,18 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self.keeper = place_keeper(combined_loader)
 
     def start(self) -> None:
-        """Make the epoch's iterator, where it goes on if it does.
+        """Make the epoch's iterator, at the position where the epoch resumes, if it does.
 
         Raises:
-            StopIteration: The loader has come to its end before the place.
+            StopIteration: The loader ended before the position.
         """
         loader, place = self.combined_loader, self.resuming.place
         self._guard = RefillGuard(loader if isinstance(self.keeper, Combined) else self.keeper, gives=False)
         self.is_over = False
         self._position = self.resuming.open(self.keeper, self._begin)
-        self.taken = self.fetched  # as Lightning counts them, where no place says so
+        self.taken = self.fetched  # Lightning's count, if no position has one
         if place is not None and not place["over"]:
-            anew = place["plan"] is not None  # dealt out to these ranks by others
+            anew = place["plan"] is not None  # others have dealt the rest out to these ranks
             self._skipped = 0 if anew else place["skipped"]
             self.taken = self.fetched = place["taken"] - self._skipped
             self.left = not anew and place["has_left"]
@@ -171,14 +171,14 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         return position
 
     def place(self, repeats: bool = False) -> LoaderPlace | None:  # type: ignore[override]
-        """Return where training is in the dataloaders, whatever has been read ahead.
+        """Return the position of training in the dataloaders, without the batches read ahead.
 
         Args:
-            repeats: Whether the batch that was taken last is to be trained on when the epoch is resumed.
+            repeats: Whether the last taken batch is to be trained on when the epoch is resumed.
 
         Returns:
-            A place to go on from, if this epoch's iterator has been made. It also says how many batches the fetcher has
-            `skipped`, and whether this rank `has_left`; or why it is `refused`.
+            A position to resume from, if this epoch's iterator has been made. It also contains how many batches the
+            fetcher has `skipped`, and whether this rank `has_left`; or why the position is `refused`.
         """
         if self._position is None:
             return None
@@ -196,31 +196,31 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         return self.fetched + self._skipped
 
     def _before(self, number: int) -> int:
-        """Before which read this batch of the epoch came, batches that were `None` among them."""
+        """Return how many reads preceded this batch of the epoch, including batches that were `None`."""
         return number + self._skipped - sum(before >= number for before in self._nones)
 
     @property
     def _next(self) -> int:
-        """Before which read the batch came that is not trained on yet."""
+        """The number of reads before the first batch that is not trained on yet."""
         return self._before(self.trained_on) if any(self._reserved) or self._ahead else self._read_so_far
 
     def fill(self, ahead: int = 2) -> int | None:
         """Read until `ahead` batches are there or the loader ends.
 
         Returns:
-            The number of this epoch's batches, if this call came to the end; else `None`.
+            The number of this epoch's batches, if this call reached the end; else `None`.
         """
         return None if self._ended or self.has_next(ahead) else self.fetched
 
     @property
     def _may_have_more(self) -> bool:
-        """Whether the dataloaders may not have planned this epoch yet, so that their length is no end."""
+        """Whether the dataloaders may not have planned this epoch yet, so that their length is not final."""
         if self._has_read or self.left or (self.rebalances and self.fetched > 0):  # what a plan counts on is not moved
             return False
         return any(self.said.planned) and self.said.error is None
 
     def end_here(self) -> None:
-        """Have nothing left of the epoch that has been started."""
+        """Leave no batch in the epoch that has been started."""
         self.length, self._has_read = self.fetched, True
 
     def take(self) -> Any:
@@ -257,7 +257,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         return batches[:]
 
     def begin_step(self) -> None:
-        """Take the batches of the next step that has been planned: they count as used, whoever trains on them."""
+        """Take the batches of the next planned step: they count as used, on whichever rank they are trained on."""
         self._in_step = len(self._reserved.popleft())
 
     def _read(self) -> Any:
@@ -280,11 +280,11 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
             if not self._has_read:
                 self._has_read = True
                 self._take_length()
-        if self.length is not None and self.fetched > self.length:  # read to find out
+        if self.length is not None and self.fetched > self.length:  # read to find the end
             self.fetched -= 1
             raise StopIteration
         while batch is None:
-            # There is nothing to train on; a rank that made a step of it would be out of step.
+            # There is no batch to train on; a rank that made a step for it would be out of step.
             rank_zero_only(JoinDataWarning.warn)(
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
                 " Such a batch is left out."
@@ -301,5 +301,5 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
 
     def drop(self) -> None:
         """Leave the rest of the epoch unread."""
-        self._ahead.clear()  # what was read ahead is lost
+        self._ahead.clear()  # batches read ahead are lost
         self._ended = self.left = True

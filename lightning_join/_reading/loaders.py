@@ -1,4 +1,4 @@
-"""How many batches the dataloaders of every rank have: each rank tells all, and all decide from the same numbers."""
+"""The number of batches in every rank's dataloaders: the ranks exchange them, and all decide from the same numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +27,13 @@ class Loaders:
     """One rank's dataloaders.
 
     Attributes:
-        limits: Number of batches to run per dataloader, infinite where nobody knows.
+        limits: The number of batches to run per dataloader, infinite if unknown.
         lengths: The same without a limit.
         error: Why they cannot be run, if they cannot.
-        certain: Whether a dataloader surely has as many batches as it says.
-        planned: Whether one may say another number when it is iterated, as those that plan their batches anew do.
-        full: The size of a dataloader's batches, and how many of them surely have it; `None` where nobody knows.
-        sharded: The size of each one's dataset, where Lightning's sampler takes this rank's share of it.
+        certain: Whether a dataloader surely has as many batches as it reports.
+        planned: Whether one may report another number when it is iterated, as those that plan their batches anew do.
+        full: The size of a dataloader's batches, and how many of them surely have it; `None` if unknown.
+        sharded: The size of each one's dataset, if Lightning's sampler takes this rank's share of it.
     """
 
     limits: list[int | float]
@@ -46,7 +46,7 @@ class Loaders:
 
 
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
-    """Measure this rank's dataloaders; an error is a result too, since all ranks must hear of it."""
+    """Measure this rank's dataloaders; an error is a result too, since all ranks must learn of it."""
     limits: list[int | float] = []
     lengths: list[int | float] = []
     planned: list[bool] = []
@@ -58,7 +58,7 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
             lengths.append(float("inf") if length is None else length)
             limits.append(parse_num_batches(stage, lengths[-1], limit))
         except MisconfigurationException as why:
-            limits.append(int(planned[-1]))  # nobody knows yet
+            limits.append(int(planned[-1]))  # not known yet
             error = error or str(why)
     sharded = [sharded_samples(loader) for loader in loaders]
     certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
@@ -73,7 +73,7 @@ def _full_batches(loader: Any) -> tuple[int, int] | None:
 
 
 def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
-    """Return for how many steps, from an epoch's begin, all ranks surely have batches of the same size."""
+    """Return for how many steps, from an epoch's start, all ranks surely have batches of the same size."""
     steps: list[int] = []
     for place in places:
         full = [each.full[place] for each in everyone]
@@ -85,7 +85,7 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
 
 
 def warn(everyone: Sequence[Loaders]) -> None:
-    """Warn of dataloaders that run, but probably not as the user means them to."""
+    """Warn of dataloaders that run, but probably not as the user intended."""
     for place in range(len(everyone[0].sharded)):
         remedy = "Pass Trainer(use_distributed_sampler=False)"
         samples = [each.sharded[place] for each in everyone]
@@ -94,7 +94,7 @@ def warn(everyone: Sequence[Loaders]) -> None:
 
 
 def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
-    """Add the error to what this rank has measured, if one of the dataloaders would be cycled and is empty."""
+    """Add the error to this rank's measurement if one of the dataloaders would be cycled and is empty."""
     empty = [place for place, n in enumerate(mine.limits) if n == 0 and not mine.planned[place]]
     if loader._mode == "max_size_cycle" and mine.error is None and empty and sum(mine.limits) > 0:
         what = f"Dataloader {empty[0]} of a CombinedLoader(mode='max_size_cycle') is empty"
@@ -104,7 +104,7 @@ def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
 
 
 def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
-    """Share what every rank measured.
+    """Exchange all ranks' measurements.
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
@@ -115,7 +115,7 @@ def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
 
 
 def check(everyone: Sequence[Loaders]) -> None:
-    """Raise what `exchange` does, for what all ranks have heard otherwise."""
+    """Raise the errors of `exchange` for measurements that all ranks have exchanged otherwise."""
     errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))
@@ -129,14 +129,14 @@ def check(everyone: Sequence[Loaders]) -> None:
 
 
 def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
-    """Return the number of batches of a loader whose parts go side by side: the shortest decides, or the longest."""
+    """Return the number of batches of a loader whose parts are read side by side: that of the shortest, or longest."""
     if not limits:
         return 0
     return min(limits) if loader._mode == "min_size" else max(limits)
 
 
 def warn_of_missing(rank: int, claimed: int, end: int) -> None:
-    """Warn that a rank has fewer batches than its dataloader had said."""
+    """Warn that a rank has fewer batches than its dataloader had reported."""
     rank_zero_only(JoinDataWarning.warn)(
         f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
         " those; training goes on with the other ranks' batches. Return its true number from `__len__`, or have none."

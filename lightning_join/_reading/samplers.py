@@ -11,17 +11,17 @@ from torch_join import UnpaddedDistributedSampler
 
 
 class InjectedRank(int):
-    """A rank that marks the sampler it was given to as one that Lightning, not the user, made.
+    """A rank that marks a sampler that was made with it as Lightning's, not the user's.
 
     Attributes:
-        place: The rank and the number of ranks that the sampler is to have in the end, if others.
+        place: The final rank and number of ranks of the sampler, if different.
     """
 
     place: tuple[int, int] | None = None
 
 
 class _UnpaddedWrapper(DistributedSamplerWrapper, UnpaddedDistributedSampler):
-    """An unpadded shard of what a sampler of the user's yields."""
+    """An unpadded shard of the indices of a user's sampler."""
 
 
 _UNPADDED = {DistributedSampler: UnpaddedDistributedSampler, DistributedSamplerWrapper: _UnpaddedWrapper}
@@ -30,8 +30,8 @@ _UNPADDED = {DistributedSampler: UnpaddedDistributedSampler, DistributedSamplerW
 def mark_injected(kwargs: dict[str, Any], predicting: bool) -> None:
     """Mark the arguments of a sampler that Lightning is about to inject.
 
-    What it injects in `predict` has no padding, but cannot be made for a rank without a sample: it is
-    made for all samples and gets its place later.
+    The sampler that it injects in `predict` has no padding, but cannot be made for a rank without a sample: it is made
+    for all samples and gets its rank later.
     """
     rank, replicas = kwargs["rank"], kwargs["num_replicas"]
     kwargs["rank"] = InjectedRank(0 if predicting else rank)
@@ -41,9 +41,9 @@ def mark_injected(kwargs: dict[str, Any], predicting: bool) -> None:
 
 
 def without_padding(dataloader: object) -> object:
-    """Take the padding off the sampler of `dataloader` if Lightning has injected it.
+    """Remove the padding from the sampler of `dataloader` if Lightning has injected it.
 
-    In place, since a loader of a class of the user's own may not stand being made a second time.
+    In place, since a loader of a user-defined class may fail when it is made a second time.
     """
     for sampler in _injected(dataloader):
         if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
@@ -58,10 +58,10 @@ def without_padding(dataloader: object) -> object:
 
 
 def _draw_alike(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
-    """Have all ranks deal out one order of the samples: of each's own some would be missing, and others there twice.
+    """Let all ranks deal out the same order of the samples: otherwise some would be missing, and others occur twice.
 
-    Lightning deals out what a `RandomSampler` draws from this rank's own random numbers, and in a random order of its
-    own, which is the same on all ranks: that one is enough.
+    Lightning deals out the indices that a `RandomSampler` draws from this rank's random numbers, in another random
+    order, which is the same on all ranks: the latter is enough.
     """
     inner = wrapped_sampler(sampler)
     if not sampler.shuffle or type(inner) is not RandomSampler or inner.generator is not None or inner.replacement:
@@ -72,9 +72,9 @@ def _draw_alike(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
 
 
 def is_dealt_out(loader: Any) -> bool:
-    """Whether a sampler deals a dataset out to the ranks, so that its indices are of what all ranks have.
+    """Whether a sampler deals a dataset out to the ranks, so that its indices refer to a dataset that all ranks have.
 
-    Those of torch, Lightning and this project do, and any other one that says its `rank` and `num_replicas`.
+    Those of torch, Lightning and this project do, and any other one that has a `rank` and `num_replicas`.
     """
     return any(
         isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
@@ -95,12 +95,12 @@ def _samplers(loader: Any) -> Iterator[Any]:
 
 
 def sharded_samples(dataloader: object) -> int | None:
-    """Return of how many samples this rank gets its share from a sampler of Lightning's, if it does."""
+    """Return the number of samples of which Lightning's sampler gives this rank a share, if it does."""
     return next((len(sampler.dataset) for sampler in _injected(dataloader)), None)  # type: ignore[arg-type]
 
 
 def _injected(dataloader: object) -> Iterator[DistributedSampler[Any]]:
-    """Go through the samplers of `dataloader` that Lightning has made."""
+    """Yield the samplers of `dataloader` that Lightning has made."""
     if isinstance(dataloader, DataLoader):
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):

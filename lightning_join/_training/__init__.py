@@ -1,5 +1,5 @@
-"""What training does besides the forward and backward of DDP, which `torch_join` has a joined rank follow.
+"""The parts of training besides DDP's forward and backward, which `torch_join` repeats on a joined rank.
 
-Begin with: `manual.py`, manual optimization; the others are a page each: joinables, parameters that are unfrozen,
+Start with: `manual.py`, manual optimization; the others are a page each: joinables, parameters that are unfrozen,
 BatchNorm statistics, learning rates and their finder.
 """

@@ -1,4 +1,4 @@
-"""The joinables of the user's own: the strategy's argument and those of the module."""
+"""The user's joinables: the strategy's argument and those of the module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
     """Return those `given` to the strategy and those of the module's `configure_joinables()`; all ranks meet.
 
     Raises:
-        JoinValueError: The ranks have different ones, or an object is there twice; or some only are monitored.
+        JoinValueError: The ranks have different ones, or an object is there twice; or only some are monitored.
     """
     configure = getattr(module, "configure_joinables", None)
     joinables = [*given, *((configure() or ()) if configure is not None else ())]
@@ -37,14 +37,14 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
 
 
 def run_post_hooks_in_one_process(callbacks: list[pl.Callback], joinables: list[Joinable]) -> None:
-    """Run the joinables' post-hooks at each epoch's end where there is one process, whose loops are Lightning's own."""
-    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # of a fit before
+    """Run the joinables' post-hooks at each epoch's end in a single process, whose loops are Lightning's own."""
+    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # of an earlier fit
     if joinables:
         callbacks.insert(0, _PostHooks(joinables))
 
 
 class _PostHooks(pl.Callback):
-    """What an epoch of several processes does with joinables, where nobody can join.
+    """Does in a single process, which cannot join, what an epoch of several processes does with joinables.
 
     Args:
         joinables: The joinables.

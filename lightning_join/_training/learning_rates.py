@@ -1,4 +1,4 @@
-"""Learning rates: the same on all ranks, also where they follow from what was logged."""
+"""Learning rates: the same on all ranks, also if they depend on logged values."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch_join import UnsupportedError
 
 
 def check_plateaus(trainer: Any, interval: str, index: int) -> None:
-    """Compare the learning rates if a scheduler has made a step that goes by a monitored value; all ranks meet.
+    """Compare the learning rates after the step of a scheduler that depends on a monitored value; all ranks meet.
 
     Args:
         trainer: The trainer.
-        interval: "step" or "epoch", after which the schedulers have made theirs.
+        interval: "step" or "epoch", after which the schedulers have made their step.
         index: The number of the step in its epoch, or of the epoch, from 0.
 
     Raises:
-        UnsupportedError: On all ranks, if these differ.
+        UnsupportedError: On all ranks, if the learning rates differ.
     """
     monitored = [
         config.monitor

@@ -1,7 +1,7 @@
-"""Manual optimization: what `training_step` does to train, repeated by a rank that has no batch.
+"""Manual optimization: the training in `training_step`, repeated by a rank that has no batch.
 
-Announced, while some rank has joined, are each `manual_backward`, each optimizer's step, what was done
-to gradients and parameters by hand before either, and at the end of `training_step` the schedulers.
+While some rank has joined, the active ranks announce each `manual_backward`, each optimizer's step, manual changes of
+gradients and parameters before either, and at the end of `training_step` the schedulers.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,11 +29,11 @@ from torch_join.integration import (
 
 
 class ManualParticipant(Participant):
-    """The training that `training_step` does by itself.
+    """The training that `training_step` does itself.
 
     Args:
         strategy: The strategy, of which this uses Lightning's own methods.
-        lockstep: Who has a batch at which step.
+        lockstep: Knows which ranks have a batch at which step.
         shadow: The model's shadow.
     """
 
@@ -55,7 +55,7 @@ class ManualParticipant(Participant):
         self.use(shadow)
 
     def use(self, shadow: ModelShadow) -> None:
-        """Go on with another shadow, of a DDP model that has been built anew."""
+        """Continue with another shadow, of a DDP model that has been rebuilt."""
         self._shadow = shadow
         self._ddp: DistributedDataParallel = shadow.ddp
         self._mirror = StepMirror(shadow.ddp)
@@ -85,7 +85,7 @@ class ManualParticipant(Participant):
     def shadow_step(self) -> Tensor:
         """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
         self._let_buffers_sync()
-        with setting(self._ddp, require_backward_grad_sync=False):  # its forward is followed by no backward
+        with setting(self._ddp, require_backward_grad_sync=False):  # no backward follows its forward
             return self._lockstep.shadow_forward()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,14 +95,14 @@ class ManualParticipant(Participant):
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
         is_nothing = synced and self.tail_log.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
-        if is_nothing:  # DDP would hear of no gradient, and the others wait
+        if is_nothing:  # DDP would get no gradient, and the other ranks wait
             loss = loss + self._shadow.no_loss_output()
         if self.tail_log.announces:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
-        # Joined ranks run the hooks themselves. What is in the graph is seen.
+        # Joined ranks run the hooks themselves. Changes in the graph are noticed.
         with self._driver.tail_log.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
@@ -132,7 +132,7 @@ class ManualParticipant(Participant):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: dict[str, Any]
     ) -> Iterator[Callable[[], Any]]:
-        """Put around an optimizer's step with the closure that this gives."""
+        """Put around an optimizer's step with the closure that this yields."""
         calls = 0
 
         def closure_and_announce() -> Any:
@@ -186,7 +186,7 @@ class ManualParticipant(Participant):
 
     def _let_buffers_sync(self) -> None:
         # DDP broadcasts them before a forward only if the last forward was followed by a synced backward.
-        # In manual optimization it takes that for never, and BatchNorm would differ by rank.
+        # In manual optimization it assumes that there was none, and BatchNorm would differ between ranks.
         self._ddp.require_forward_param_sync = True
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:

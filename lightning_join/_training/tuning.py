@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class JoinLRCallback(LRCallback):
     """What `Tuner.lr_find` records: the mean loss over the ranks that have a batch.
 
-    Lightning takes rank 0's, which is a stale one, or none, after that rank has run out.
+    Lightning records rank 0's, which is outdated, or missing, after that rank has run out.
     """
 
     def on_train_batch_end(

@@ -5,10 +5,10 @@ from torch_join import UnsupportedError
 
 
 def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
-    """Wrap the model anew if a parameter trains that DDP does not know of; all ranks meet.
+    """Wrap the model anew if a parameter trains that DDP does not know; all ranks meet.
 
-    DDP averages the gradients of the parameters that required one when it was built. Lightning builds it
-    once: under plain `ddp` the ranks train what is unfrozen later each on its own.
+    DDP averages the gradients of the parameters that required one when it was built. Lightning builds it once: under
+    plain `ddp` each rank trains the parameters that are unfrozen later without averaging.
 
     Raises:
         UnsupportedError: On all ranks, if they have not unfrozen the same.
