@@ -29,7 +29,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Or it has ended since the method was looked up: `accelerator.save(accelerator.unwrap_model(model))`.
+        # Also if it ended after the method was looked up: `accelerator.save(accelerator.unwrap_model(model))`.
         if own_loops.finish(self, at_end=at_end) or not isinstance(self, _InContext):
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
@@ -65,7 +65,7 @@ class _InContext:
 
     _operations: ClassVar[Operations]
 
-    # Their errors say which rank has failed, as no `with` may see them.
+    # Their errors name the failed rank, as no `with` may see them.
     backward = _own("backward", Operations.naming_failures)
     clip_grad_norm_ = _own("clip_grad_norm_", Operations.naming_failures)
     clip_grad_value_ = _own("clip_grad_value_", Operations.naming_failures)
@@ -110,7 +110,7 @@ class _InContext:
 
     @_after_the_loop
     def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._operations.driver.return_to_loop()  # what it returns is to be of the last state, and is saved as a rule
+        self._operations.driver.return_to_loop()  # the returned model must have the last state: it is mostly saved
         return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]
 
     @staticmethod
@@ -175,7 +175,7 @@ def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) 
         return loader is not None and loader is operations.progress.find_loader() and operations.driver.find_last_step()
 
     def remainder_of(state: GradientState) -> int:
-        """The number of samples in the last step, where it holds others that are there for the second time."""
+        """The number of new samples in the last step, if others in it occur for the second time."""
         return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
 
     own = type(accelerator)

@@ -1,7 +1,7 @@
-"""Accelerate's gathers and reductions over the ranks that have a batch, each with as many rows as it likes.
+"""Accelerate's gathers and reductions over the ranks that have a batch, each with any number of rows.
 
 Accelerate gathers tensors of one shape from all processes. Here ranks that have joined take part with no rows, so that
-what comes back holds the active ranks' rows.
+the result holds the active ranks' rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ _MAIN = 0
 
 
 class ActiveOperations:
-    """What a `Participant` does for these operations, on an active rank and on one that has joined."""
+    """The actions of a `Participant` for these operations, on an active rank and on one that has joined."""
 
     kinds: ClassVar[dict[str, Any]] = {
         "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
         "gather_object": bool,
     }
-    for_metrics = False  # what is gathered is, and a rank that misses some of it is told so
+    for_metrics = False  # whether the gather is, so that a rank that misses some of it is warned
     _device: torch.device
-    # Of a `Participant`.
+    # Attributes of a `Participant`.
     driver: Any
     members: Any
     tail_log: Any
@@ -39,21 +39,21 @@ class ActiveOperations:
 
     @property
     def active(self) -> Sequence[int]:
-        """The ranks that take part with what they have."""
+        """The ranks whose data take part."""
         raise NotImplementedError
 
     def are_over(self) -> bool:
-        """Whether what is called now is outside of what this part is of; Accelerate's own functions are back then."""
+        """Whether this call is outside of the participant's scope, where Accelerate's own functions apply again."""
         return False
 
     def before_gather(self, name: str) -> None:
-        """An active rank is about to gather."""
+        """Called before an active rank gathers."""
 
     def note_missed(self, for_metrics: bool) -> None:
-        """This rank has joined, and does not see what the others gather."""
+        """Called on a rank that has joined, which does not see what the others gather."""
 
     def replacing(self) -> AbstractContextManager[None]:
-        """Within, Accelerate's functions do what these methods do."""
+        """Within, Accelerate's functions call these methods."""
         return _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce)
 
     def gather(self, data: Any) -> Any:
@@ -79,7 +79,7 @@ class ActiveOperations:
         return recursively_apply(lambda _: next(gathered), data, error_on_other_type=True)
 
     def pad(self, own: Callable[..., Any], data: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Pad to the active ranks' size, as Accelerate does. A placeholder's tensors become all padding."""
+        """Pad to the active ranks' size, as Accelerate does. A placeholder's tensors consist of padding only."""
 
         def emptied(tensor: Tensor) -> Tensor:
             return tensor.narrow(dim, 0, 0) if -tensor.ndim <= dim < tensor.ndim else tensor
@@ -88,7 +88,7 @@ class ActiveOperations:
         return own(data if counts else recursively_apply(emptied, data), dim, *args, **kwargs)
 
     def gather_object(self, data: Any) -> list[Any]:
-        """Return what is in the active ranks' lists, by rank."""
+        """Return the contents of the active ranks' lists, by rank."""
         if self.are_over():
             return gather_object(data)  # type: ignore[no-any-return]
         self.before_gather("accelerator.gather_object")
@@ -98,7 +98,7 @@ class ActiveOperations:
         return [item for rank in self.active for item in everyone[rank]]
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
-        """Send what rank `src` has to all, or what the lowest active rank has if that one has joined."""
+        """Send the data of rank `src` to all ranks, or those of the lowest active rank if `src` has joined."""
         if self.are_over():
             return own(data, src=src)
         return own(data, src=src if src in self.active else self.active[0])
@@ -114,7 +114,7 @@ class ActiveOperations:
         return recursively_apply(lambda total: total.div_(count), own(self._counted(tensor), "sum", scale))
 
     def _counted(self, tensor: Any) -> Any:
-        """Return what this rank adds to a sum: zeros, where it runs a placeholder."""
+        """Return this rank's contribution to a sum: zeros if it runs a placeholder."""
         return tensor if self.members.rank in self.active else recursively_apply(torch.zeros_like, tensor)
 
     def mirror(self, kind: str, payload: Any) -> None:

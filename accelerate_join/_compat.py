@@ -1,6 +1,6 @@
-"""Every private name of Accelerate that this package touches (seen in accelerate 1.15.0).
+"""Every private name of Accelerate that this package uses (seen in accelerate 1.15.0).
 
-`tests/accelerate/test_compat.py` notices when one of them goes.
+`tests/accelerate/test_compat.py` fails when one of them disappears.
 """
 
 import gc
@@ -28,7 +28,7 @@ def parallelism(accelerator: accelerate.Accelerator) -> Any:
 
 
 _Prepared: TypeAlias = Callable[[accelerate.Accelerator], list[Any]]
-# What an accelerator has prepared, or was given for its checkpoints.
+# The objects that an accelerator has prepared, or was given for its checkpoints.
 loaders: _Prepared = attrgetter("_dataloaders")
 models: _Prepared = attrgetter("_models")  # sharded ones as they are called, others mostly unwrapped
 optimizers: _Prepared = attrgetter("_optimizers")  # each as an `AcceleratedOptimizer`
@@ -36,18 +36,18 @@ schedulers: _Prepared = attrgetter("_schedulers")  # each as an `AcceleratedSche
 registered: _Prepared = attrgetter("_custom_objects")
 
 
-# By accelerator: what it had prepared at the last search for wrappers, and those that were found.
+# By accelerator: the objects prepared before the last search for wrappers, and the wrappers found.
 _searched: WeakKeyDictionary[Any, tuple[list[ref[Any]], WeakSet[DistributedDataParallel]]] = WeakKeyDictionary()
 
 
 def wrappers(
     accelerator: accelerate.Accelerator, is_trained: Callable[[Any], bool]
 ) -> list[tuple[Any, list[DistributedDataParallel]]]:
-    """Return each model that was prepared, and what wraps it.
+    """Return each prepared model, and its wrappers.
 
-    `accelerator` itself keeps the inner modules only, but for models that were prepared for the second time. So the
-    wrappers are looked for among all objects: once, until something is prepared, or a wrapper that is trained is gone.
-    Older versions wrap a model that was prepared for the second time once more.
+    `accelerator` itself keeps only the inner modules, except for models that were prepared twice. So the wrappers are
+    searched among all objects: once, until something is prepared, or a wrapper that is trained is gone. Older versions
+    wrap a model again when it is prepared for the second time.
     """
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
     prepared = [*models(accelerator), *optimizers(accelerator)]
@@ -64,17 +64,17 @@ def wrappers(
 
 
 def forget_search(accelerator: accelerate.Accelerator) -> None:
-    """Have the next call of `wrappers` search: something was prepared."""
+    """Let the next call of `wrappers` search: something was prepared."""
     _searched.pop(accelerator, None)
 
 
 def _all_wrappers() -> Iterator[DistributedDataParallel]:
-    """Go through the DDP models of the process, by what refers to their classes: that is quicker than a loop."""
+    """Yield the DDP models of the process, found by references to their classes: that is faster than a loop."""
     kinds = [DistributedDataParallel]
-    for kind in kinds:  # it grows meanwhile
+    for kind in kinds:  # it grows in the loop
         kinds += kind.__subclasses__()
     for thing in gc.get_referrers(*kinds):
-        # One whose construction has failed has no reducer: it may live on in a traceback, as in a notebook.
+        # A model whose construction failed has no reducer: it may live on in a traceback, as in a notebook.
         if type(thing) in kinds and "reducer" in vars(thing):
             yield thing
 
@@ -91,34 +91,34 @@ def set_overflows(accelerator: accelerate.Accelerator, values: list[bool]) -> No
 
 
 def has_prepared(thing: Any) -> bool:
-    """Whether Accelerate takes a model or a loader for one that it has prepared."""
+    """Whether Accelerate considers a model or a loader as prepared."""
     return bool(getattr(thing, "_is_accelerate_prepared", False))
 
 
 def take_as_prepared(loader: Any) -> None:
-    """Have Accelerate keep a loader as one that it has prepared, and not shard it."""
+    """Let Accelerate keep a loader as one that it has prepared, and not shard it."""
     vars(loader)["_is_accelerate_prepared"] = True
 
 
 def forget_prepared(model: torch.nn.Module) -> None:
-    """Have Accelerate prepare a model anew."""
+    """Let Accelerate prepare a model again."""
     vars(model).pop("_is_accelerate_prepared", None)
 
 
-# Returns all ranks' tensors of one shape, one below the other: Accelerate's own, whatever takes its place.
+# Returns all ranks' tensors of one shape, concatenated: Accelerate's own function, even if it is replaced.
 gather: Callable[[Any], Any] = operations._gpu_gather
 
 
 def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Return Accelerate's `__iter__` for loaders without batches too.
+    """Return Accelerate's `__iter__`, which also works for loaders without batches.
 
-    For one of those, versions before 1.15 yield a `None`, before they have any `current_batch`, and then fail.
+    For such a loader, versions before 1.15 yield a `None`, before they have any `current_batch`, and then fail.
     """
 
     def iterate(loader: Any) -> Iterator[Any]:
         iterator: Any = own_iter(loader)
         for first in iterator:
-            # No variable holds the generator's frame, which keeps all that were called above it (Python 3.13).
+            # No variable holds the generator's frame, which keeps all frames above it alive (Python 3.13).
             is_own = "current_batch" in iterator.gi_frame.f_code.co_varnames  # these are generators
             if is_own and "current_batch" not in iterator.gi_frame.f_locals:
                 loader.end()
@@ -130,9 +130,9 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
 
 
 def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> AbstractContextManager[None]:
-    """Have a loop over `loader` that begins inside go through others than those of the loader that it has wrapped.
+    """Replace, in a loop over `loader` that starts inside, the batches of the loader that it has wrapped.
 
-    Accelerate calls that one's `__iter__` by name, once, when its first batch is asked for.
+    Accelerate calls that loader's `__iter__` by name, once, when its first batch is requested.
     """
     return setting(loader.base_dataloader, __iter__=batches)
 
@@ -144,11 +144,11 @@ def operations_replaced(
     broadcast: Callable[..., Any],
     reduce: Callable[..., Any],
 ) -> Iterator[None]:
-    """Put others in the place of what Accelerate's operations of these names do, for whoever has imported them.
+    """Replace the implementations of Accelerate's operations of these names, also where they were imported.
 
     `broadcast` and `reduce` get Accelerate's own function as their first argument.
     """
-    # There is no private function behind `reduce`: what it wraps is replaced.
+    # There is no private function behind `reduce`: the function that it wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     with (
@@ -164,23 +164,23 @@ def operations_replaced(
 
 
 def state_file(index: int) -> str:
-    """Return where `save_state` writes the state of a stateful loader, in its folder."""
+    """Return the file to which `save_state` writes the state of a stateful loader, in its folder."""
     return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
 
 
 def unsaved(loader: Any) -> AbstractContextManager[None]:
-    """Have `save_state` leave out the state of `loader`."""
+    """Let `save_state` omit the state of `loader`."""
     return setting(loader, use_stateful_dataloader=False)
 
 
 def acting_for_main() -> AbstractContextManager[None]:
-    """Have this process do what only the main process does."""
+    """Let this process do what only the main process does."""
     return setting(PartialState(), process_index=0, local_process_index=0)
 
 
 @contextmanager
 def active_loader(loader: Any) -> Iterator[None]:
-    """Within, Accelerate asks `loader` whether it has come to its end."""
+    """Within, Accelerate asks `loader` whether it has ended."""
     state = GradientState()
     state._add_dataloader(loader)
     try:

@@ -1,6 +1,6 @@
-"""Every private name of transformers and TRL that this package touches (seen in transformers 5.24.0, TRL 1.16).
+"""Every private name of transformers and TRL that this package uses (seen in transformers 5.24.0, TRL 1.16).
 
-`tests/transformers/test_compat.py` notices when one of them goes.
+`tests/transformers/test_compat.py` fails when one of them disappears.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from torch_join.integration import check_names, setting
 
 SEEN = "4.57 and 5.24"
 
-# What trainers keep of the steps that they have made, and their `log` reports: of TRL, of sentence-transformers.
+# Attributes in which trainers record their steps, for `log`: those of TRL, of sentence-transformers.
 KEPT = ("_metrics", "_total_train_tokens", "accum_loss_components")
-# Trainers that generate, score and gather in `_prepare_inputs`: what a rank without a batch has no part in.
+# Trainers that generate, score and gather in `_prepare_inputs`, in which a rank without a batch takes no part.
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
-# Packages of trainers whose `__init__` looks at the first sample of each dataset.
+# Packages of trainers whose `__init__` reads the first sample of each dataset.
 LOOKING = ("trl",)
 
 
@@ -31,7 +31,7 @@ def looks_at_samples(trainer: Any) -> bool:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch, as Trainer finds it, or that of a list in it where there is no tensor."""
+    """Return the number of rows of a batch, as Trainer determines it, or that of a list in it if it has no tensor."""
     found: int | None = find_batch_size(batch)  # type: ignore[no-untyped-call]
     lists = batch.values() if isinstance(batch, Mapping) else [batch]
     return next((len(each) for each in lists if isinstance(each, list)), None) if found is None else found
@@ -42,24 +42,24 @@ skip_first_batches: Callable[[Any, int], Any] = hf.skip_first_batches  # type: i
 
 
 def skipping(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:
-    """Within, Trainer leaves out the batches that were trained on before a checkpoint by this function."""
+    """Within, Trainer calls this function to skip the batches that were trained on before a checkpoint."""
     return setting(hf, skip_first_batches=skip)
 
 
 def steps_in(folder: str) -> int:
-    """Return how many steps the optimizer has made, by a checkpoint."""
+    """Return the number of optimizer steps recorded in a checkpoint."""
     return transformers.TrainerState.load_from_json(str(Path(folder, hf.TRAINER_STATE_NAME))).global_step  # type: ignore[no-any-return]
 
 
 def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
-    """Raise where a trainer cannot go on after epochs of another number of steps.
+    """Raise if a trainer cannot resume after epochs with another number of steps.
 
     Args:
         trainer: The trainer.
-        has_other_ranks: Whether another number of ranks has made them, rather than with other data.
+        has_other_ranks: Whether another number of ranks is the reason, rather than other data.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: It cannot.
     """
     if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
         raise UnsupportedError(
@@ -75,10 +75,10 @@ def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
 
 
 def refuse_to_resize(folder: str, world_size: int) -> None:
-    """Raise where another number of ranks has written a checkpoint amid an epoch, of which nothing else is known.
+    """Raise if another number of ranks has written a checkpoint within an epoch that records no positions.
 
     Raises:
-        UnsupportedError: So it is.
+        UnsupportedError: It has.
     """
     state = Path(folder, hf.TRAINER_STATE_NAME)
     writers = len([*Path(folder).glob("rng_state_*.pth")]) or int(Path(folder, "rng_state.pth").exists())

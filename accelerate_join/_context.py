@@ -165,7 +165,7 @@ def join_batches(
         loader,
         partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **options),
         lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
-        check_supported(accelerator),  # in a single process nobody waits for this one
+        check_supported(accelerator),  # in a single process no other one waits
         "accelerator.end_training()",
     )
 
@@ -299,7 +299,7 @@ class AcceleratorContext:
 
     def __init__(self, accelerator: accelerate.Accelerator, given: Sequence[Any], enable: bool, **options: Any) -> None:
         self._accelerator = accelerator
-        self._began: dict[int, int] = {}  # by loader, at which step
+        self._began: dict[int, int] = {}  # by loader, the step at which it started
         self._mixes = False
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, [*given, *_compat.registered(accelerator)])):
@@ -330,7 +330,7 @@ class AcceleratorContext:
             yield from loader
             return
         reader = self._driver.reader
-        if reader is not None and reader.pulling:  # a loop over something that holds it, such as a zip
+        if reader is not None and reader.pulling:  # in a loop over something that holds it, such as a zip
             yield from own_iter(loader)
         else:
             counts = self._driver.counts
@@ -353,7 +353,7 @@ class AcceleratorContext:
                         note_batch()
                         yield batch
                 if self._driver.options.placeholder is not None and hasattr(loader, "iteration"):
-                    loader.iteration = iteration + 1  # which Accelerate does not count of no batch
+                    loader.iteration = iteration + 1  # Accelerate does not count it without a batch
 
     def note_epoch(self, loader: Any) -> None:
         """Note that user code on this rank starts to iterate over a loader that Accelerate has not prepared."""

@@ -61,12 +61,12 @@ class PreparedReader(Reader[Any]):
         prepared: The loader.
     """
 
-    _gives: Reader[Any] | None = None  # what reads this rank's own batches, where others may train on them
+    _gives: Reader[Any] | None = None  # reads this rank's own batches, if others may train on them
     dealer = DEALER, "Do not prepare these, and loop over join_batches(loader)"
 
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
         self.prepared, self.dealt_samples = loader, dealt_samples(loader)
-        # What is dispatched is on a device when it comes to a process, but for the main one.
+        # Dispatched batches are on a device when they reach a process, except the main one.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
         self._own = own_iter(loader)
         own = self._without_batches() if is_at_end else self._own
@@ -74,7 +74,7 @@ class PreparedReader(Reader[Any]):
 
     def _without_batches(self) -> Iterator[Any]:
         with _compat.batches_replaced(self.prepared, lambda: iter(())):
-            yield from self._own  # what Accelerate does with all processes as a loop begins
+            yield from self._own  # which, in Accelerate, communicates with all processes as a loop starts
 
     def _keeping(self, unplaced: deque[Any]) -> Iterator[Any]:
         own_iter, skipped = self.prepared.base_dataloader.__iter__, getattr(self.prepared, "skip_batches", 0)
@@ -119,14 +119,14 @@ class PreparedReader(Reader[Any]):
     def rebalanced(self, begin: Begin) -> Reader[Any]:
         loader = self.prepared
         if type(loader) is DataLoaderDispatcher:
-            return self  # which gives all processes as many batches itself
+            return self  # it gives all processes the same number of batches itself
         refuse_position(loader.base_dataloader)
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
                 "rebalance=True cannot be combined with a loader over an iterable dataset that skips batches: it would"
                 " skip the batches it receives from other ranks. Start the dataset where training resumes."
             )
-        # Taken before Accelerate places them on a device, and given back where it reads its next one.
+        # Taken before Accelerate places them on a device, and returned when it reads its next one.
         self._iterator = self._own
         with _compat.batches_replaced(loader, lambda: self._rebalanced(begin)):
             self.has_next()
@@ -216,7 +216,7 @@ def remainder(loader: PreparedLoader) -> int:
         samples = getattr(sampler.batch_sampler, "sampler", dataset)
         return _samples_in_last_round(samples, sampler) if sampler.even_batches and not sampler.drop_last else 0
     if isinstance(dataset, IterableDatasetShard):
-        # Accelerate takes this process's share for the whole.
+        # Accelerate mistakes this process's share for the whole.
         return _samples_in_last_round(dataset.dataset, dataset) if not dataset.drop_last else 0
     return int(loader.remainder) if _dispatches(loader) else 0
 
@@ -304,7 +304,7 @@ def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
     if isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     name = "sampler" if own.batch_sampler is None else "batch_sampler"
-    # `DataLoader.__setattr__` refuses these. One that skips has no `batch_size` of its own.
+    # `DataLoader.__setattr__` refuses these. A loader that skips has no `batch_size`.
     vars(own).update({"dataset": dataset, name: sampler, "batch_size": getattr(sampler, "batch_size", own.batch_size)})
     return own
 

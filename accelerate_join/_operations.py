@@ -1,4 +1,4 @@
-"""Accelerate's operations inside the context: what is gathered, logged and saved, and by whom."""
+"""Accelerate's operations inside the context: what is gathered, logged and saved, and by which processes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
 class Operations(ActiveOperations, Participant):
-    """What processes do together through Accelerate, on an active rank and on one that has joined.
+    """The operations of processes through Accelerate, on an active rank and on one that has joined.
 
     Args:
-        accelerator: Whose operations these are.
-        progress: How far the accelerator has come, which a checkpoint holds.
+        accelerator: The accelerator.
+        progress: The accelerator's progress, which a checkpoint holds.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -75,7 +75,7 @@ class Operations(ActiveOperations, Participant):
         self.driver.before_collective(name)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Have each rank load a checkpoint; a rank that has joined does so too."""
+        """Let each rank load a checkpoint, also one that has joined."""
         with self._together(_CALL, ("load_state", None, args, kwargs)):
             self._call("load_state", args, kwargs)
 
@@ -99,16 +99,16 @@ class Operations(ActiveOperations, Participant):
             self._type.print(self._accelerator, *args, **kwargs)
 
     def log_epoch(self, values: dict[str, float], _: int) -> None:
-        """Log what a monitor says of a loop that has ended, without a step; all ranks call this.
+        """Log a monitor's values for a loop that has ended, without a step; all ranks call this.
 
-        A step beyond the user's own would have W&B drop what the user logs later.
+        With a step beyond the user's own, W&B would drop values that the user logs later.
         """
         self._call("log", (values,), {})
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Have each rank write its part of a checkpoint, in the state of the active ranks.
+        """Let each rank write its part of a checkpoint, in the state of the active ranks.
 
-        A rank that has joined writes what is each rank's own. All states are handed over only where such a rank
+        A rank that has joined writes what each rank writes for itself. All states are handed over only if such a rank
         writes them.
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
@@ -138,7 +138,7 @@ class Operations(ActiveOperations, Participant):
             return self._save(args, kwargs, everywhere, when, is_last)
 
     def _saves_alone(self, payload: Any) -> bool:
-        """Whether a script may have the main process alone save a checkpoint, as it may without the context."""
+        """Whether a script may let the main process alone save a checkpoint, as it may without the context."""
         waits = self._accelerator.project_configuration.automatic_checkpoint_naming
         is_sharded = any(holds_parts(model) or is_engine(model) for model in _compat.models(self._accelerator))
         return not waits and not is_sharded and is_closed(payload)
@@ -154,10 +154,10 @@ class Operations(ActiveOperations, Participant):
             self._call("save_model", (model, *args), kwargs)
 
     def get_state_dict(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a model's weights: those of a sharded one all ranks put together, for the main process.
+        """Return a model's weights: those of a sharded model all ranks assemble, for the main process.
 
         Raises:
-            UnsupportedError: That one has joined, so that no active rank would get them.
+            UnsupportedError: The main process has joined, so that no active rank would get them.
         """
         if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Where each process is in its loaders, in a checkpoint: Accelerate writes the place of one process, for all of them.
+"""Each process's position in its loaders, in a checkpoint: Accelerate writes one process's position for all.
 
-Beside Accelerate's own files each process writes one of its own, `join_position_<rank>.bin`. As with the random states,
-that needs no other process: a script may have the main process alone save.
+Beside Accelerate's files each process writes a separate one, `join_position_<rank>.bin`. As with the random states,
+that needs no other process: a script may let the main process alone save.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +35,9 @@ from torch_join.integration import Deal, Order, gather_objects, global_kept, len
 
 _MARK = "join_world_size"  # in a loader's state that one process has written for all
 _VERSION = 3  # of the files
-# Of a place that says no more than where it is.
+# For a position that contains nothing else.
 NO_MORE: dict[str, Any] = {"deals": [], "dealt": None, "gives": False, "has_no_rest": False, "state": None}
-# Where a save was made: the epochs of all loaders, and the step within the current loop. It is alike on all processes.
+# The moment of a save: the epochs of all loaders, and the step within the current loop. It is the same on all ranks.
 When = tuple[list[int], int]
 
 
@@ -47,15 +47,15 @@ class _Begun:
 
     iteration: int
     order: Order
-    taken: Callable[[], int | None]  # how many of its batches were trained on, since these ranks have gone through it
-    deals: list[Deal]  # of the jobs of other numbers of processes that the epoch has seen
+    taken: Callable[[], int | None]  # how many of its batches were trained on by this number of processes
+    deals: list[Deal]  # of jobs with other numbers of processes in this epoch
     gives: bool  # whether some of them may be trained on by other processes
     is_over: bool = False
     has_batch: bool = False
 
 
 _begun: WeakKeyDictionary[Any, _Begun] = WeakKeyDictionary()
-_loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where the next loop goes on
+_loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where the next loop resumes
 
 
 @contextmanager
@@ -66,21 +66,21 @@ def going_through(
     trained_on: Callable[[], int],
     gives: bool,
 ) -> Iterator[tuple[PreparedLoader, Iterate, bool, Callable[[], None]]]:
-    """Put around a loop over `loader`; it is in the order that it had where a checkpoint was written in its middle.
+    """Put around a loop over `loader`, in the order that it had when a checkpoint was written in the middle of it.
 
     Args:
-        accelerator: That has prepared it.
-        loader: What is gone through; the rest of a prepared one, maybe.
-        own_iter: What Accelerate goes through it with.
+        accelerator: The accelerator that has prepared it.
+        loader: The loader of the loop; possibly the rest of a prepared one.
+        own_iter: Accelerate's `__iter__` for it.
         trained_on: Returns how many of this process's batches were trained on in the loop.
         gives: Whether other processes may train on some of them.
 
     Returns:
-        What is gone through; what takes the place of `own_iter`; whether this process has no batch left; what to call
-        with each batch.
+        The loader to iterate over; the replacement of `own_iter`; whether this process has no batch left; a function to
+        call with each batch.
 
     Raises:
-        JoinError: The state that was loaded is another process's.
+        JoinError: The loaded state is another process's.
     """
     count_once(loader)
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
@@ -104,7 +104,7 @@ def going_through(
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
     elif not place["amid"] and before and (place.get("is_new") or place["deals"] or length_of(loader) == 0):
-        is_at_end = True  # of the epoch whose first batches are left out: nothing is, or draws its order once more
+        is_at_end = True  # of the epoch whose first batches are skipped: no batch is, and its order is not drawn again
     elif resumed and _is_stateful(loader):
         before = place["taken"]
 
@@ -128,7 +128,7 @@ def going_through(
 
 
 def count_once(loader: Any) -> None:
-    """Have a stateful loader count once what it reads again where it resumes, which torchdata's own counts twice.
+    """Let a stateful loader count once the batches that it reads again to resume; torchdata's counts them twice.
 
     Accelerate calls the `__iter__` of the loader that it has wrapped by name. Accelerate 1.5 moves the state
     of a sharded loader back by a batch for each other process, as if the main process dispatched the batches.
@@ -155,7 +155,7 @@ def epochs(accelerator: accelerate.Accelerator) -> list[int]:
 
 
 def refuse_unsaved(accelerator: accelerate.Accelerator, loader: PreparedLoader | None) -> None:
-    """Raise if `loader` has a state, and a checkpoint would leave it out.
+    """Raise if `loader` has a state, and a checkpoint would omit it.
 
     Raises:
         UnsupportedError: It would.
@@ -176,12 +176,12 @@ def saved(
     leads: bool = False,
     goes_on: bool = True,
 ) -> Iterator[None]:
-    """Put around `save_state`: this process writes its places, too.
+    """Put around `save_state`: this process writes its positions, too.
 
     Args:
-        accelerator: Whose loaders they are.
-        when: Where this is; `None` outside of the context.
-        loader: The one that is in the last step of its epoch, if any is.
+        accelerator: The accelerator of the loaders.
+        when: The moment of the save; `None` outside of the context.
+        loader: The loader that is in the last step of its epoch, if any.
         leads: Whether this is the lowest active process in the context.
         goes_on: Whether this process has not joined.
     """
@@ -195,7 +195,7 @@ def saved(
         "when": (epochs(accelerator), -1) if when is None else when,
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
-        # Of a loop outside of the context, for a rank that has a folder of its own, without Accelerate's file.
+        # For a loop outside of the context, if this rank has a separate folder, without Accelerate's file.
         "states": [_state_of(each) if _begun.get(each) is None else None for each in loaders],
     }
     leads = leads if when is not None else accelerator.is_main_process
@@ -207,7 +207,7 @@ def saved(
         lambda models, weights, folder: write(folder, accelerator.process_index, record)
     )
     with writing, setting(accelerator, _join_saves=True), ExitStack() as stack:
-        # All processes would write the state of a loader to Accelerate's one file, at once.
+        # Otherwise all processes would write the state of a loader to Accelerate's one file at once.
         for each in stateful if not (leads or (on_node and goes_on)) else ():
             stack.enter_context(_compat.unsaved(each))
         yield
@@ -215,11 +215,11 @@ def saved(
 
 @contextmanager
 def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
-    """Put around `load_state`, on all processes: each gets its own places in the end.
+    """Put around `load_state`, on all processes: each gets its positions at the end.
 
     Raises:
-        JoinError: The place of a process is not there, and no other's can stand for it.
-        UnsupportedError: Another number of processes has written the checkpoint amid an epoch.
+        JoinError: The position of a process is missing, and no other's can replace it.
+        UnsupportedError: Another number of processes has written the checkpoint within an epoch.
     """
     folders: list[str] = []
     with accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder)):
@@ -236,9 +236,9 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
 def read_all(
     folder: str, accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None
 ) -> list[dict[str, Any] | None]:
-    """Return, on all processes, what each of those has written into a checkpoint that were in the job which wrote it.
+    """Return, on all processes, the records that the processes of the job that wrote a checkpoint have saved in it.
 
-    A file that is of another save is none. All processes call this.
+    A file of another save does not count. All processes call this.
     """
     rank, world, what = accelerator.process_index, accelerator.num_processes, "Where a process was in its loaders"
 
@@ -250,7 +250,7 @@ def read_all(
     newest = next((record for record in everyone if record is not None), None)  # the main process is in every save
     if newest is None:
         return everyone
-    if (writers := newest["world_size"]) != world:  # each reads some of those that have written it
+    if (writers := newest["world_size"]) != world:  # each reads the files of some of them
         found = gather_objects({other: read(other) for other in range(rank, writers, world)}, what, None)
         everyone = [found[writer % world][writer] for writer in range(writers)]
     same = ("world_size", "when", "version")
@@ -258,14 +258,14 @@ def read_all(
 
 
 def write(folder: str, rank: int, record: dict[str, Any]) -> None:
-    """Write what this process has to say into a checkpoint: `when`, its `places` and the `world_size`."""
+    """Write this process's record into a checkpoint: `when`, its `places` and the `world_size`."""
     torch.save({"version": _VERSION, **record}, _file(folder, rank))
 
 
 def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
     newest = next(record for record in everyone if record is not None)
     places = [None if record is None else record["places"] for record in everyone]
-    if "version" not in newest:  # of 0.2.0, which the next release reads no more
+    if "version" not in newest:  # of 0.2.0, which the next release no longer reads
         places = [each and [place and {**NO_MORE, "taken": None, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
@@ -296,7 +296,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             " the main process saved it. Have all processes call save_state."
         )
     mine = places[accelerator.process_index]
-    if mine is None:  # where Accelerate shards, one that goes on stands for all that do
+    if mine is None:  # if Accelerate shards, one process that continues stands for all that do
         known = [each for each in places if each is not None]
         mine = next((each for each in known if not any(place and place["has_no_rest"] for place in each)), known[0])
         mine = [
@@ -308,15 +308,15 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
 
 
 def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader, lacks: bool) -> dict[str, Any] | None:
-    """Return the place of each process of this job in a loader that others, by rank, have gone through.
+    """Return the position of each process of this job in a loader that other processes, by rank, have read.
 
     Args:
-        places: Where they were; that of the main process where no other one is known.
+        places: Their positions; that of the main process if no other is known.
         loader: The loader.
         lacks: Whether some are not known.
 
     Raises:
-        UnsupportedError: What they have left is not known here.
+        UnsupportedError: The samples that they have left are not known here.
     """
     known = [place for place in places if place is not None]
     amid = [place for place in known if place["amid"]]
@@ -344,7 +344,7 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
 def rest_of(
     accelerator: accelerate.Accelerator, loader: PreparedLoader, order: Order, place: dict[str, Any]
 ) -> PreparedLoader:
-    """Return a loader of what is left of an epoch that other processes have begun, and this one has not trained on."""
+    """Return a loader of the rest of an epoch that other processes have started, without what this one trained on."""
     dealer = dealer_of(loader)
     left = order.rest(dealer, place["deals"], accelerator.num_processes, place.get("is_new", False))
     assert dealer is not None
@@ -352,12 +352,12 @@ def rest_of(
 
 
 def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
-    """Return where this process is in `loader`; `None` if it has not gone through it in the context."""
+    """Return this process's position in `loader`; `None` if it has not looped over it in the context."""
     begun = _begun.get(loader)
     if begun is None:
         return None
     iteration = getattr(loader, "iteration", 0)
-    is_in_it = iteration == begun.iteration  # Accelerate counts no epoch whose rest was gone through
+    is_in_it = iteration == begun.iteration  # Accelerate does not count an epoch of which the rest was read
     amid = is_in_it and not is_last and not begun.is_over
     dealer, taken = dealer_of(loader), begun.taken() if amid else 0
     has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
@@ -383,13 +383,13 @@ def _state_of(loader: Any) -> dict[str, Any] | None:
 
 def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:
     if hasattr(loader, "set_epoch"):
-        loader.set_epoch(place["iteration"])  # of its sampler too, which skip_first_batches does not tell
+        loader.set_epoch(place["iteration"])  # also for its sampler, for which skip_first_batches does not
     if place["state"] is not None and _is_stateful(loader):
         loader.load_state_dict(deepcopy(place["state"]))
         loader.dl_state_dict = place["state"]  # for a save before its next batch
         if place["has_no_rest"] or not place["amid"]:
             with global_kept():
-                loader.base_dataloader.state_dict()  # draws, as it comes to its end, what has been drawn already
+                loader.base_dataloader.state_dict()  # draws, when it ends, what has been drawn already
     if "begun" in (place["order"] or {}):
         set_own(drawn_from(loader), place["order"]["begun"])
     _loaded[loader] = place

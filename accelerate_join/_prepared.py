@@ -53,7 +53,7 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
                 f"{name}: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
                 f" which Accelerate does not average over all of them. {_INSTEAD}."
             )
-    # `MULTI_`: by DDP, on whatever device.
+    # `MULTI_`: by DDP, on any device.
     if not (kind.value.startswith("MULTI_") or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)):
         reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP or DeepSpeed")
         raise UnsupportedError(f"{name} does not support {kind.value}: {reason}. {_INSTEAD}.")
@@ -80,7 +80,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
 
     wrappers = _compat.wrappers(accelerator, is_wrapped)
     if any(len(found) > 1 for _, found in wrappers):
-        gc.collect()  # from an attempt that has failed, perhaps
+        gc.collect()  # perhaps from an attempt that has failed
         wrappers = _compat.wrappers(accelerator, is_wrapped)
     models = list(filter(is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
@@ -97,7 +97,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
                 " models, and nobody knows which of them the loop calls. Delete the others, call"
                 " accelerator.free_memory() before you prepare it again, or prepare the model and not its wrapper."
             )
-        models += found  # what needs no gradient is not wrapped, and nothing is done with others in it
+        models += found  # a model that needs no gradient is not wrapped, and issues no collectives
     inner = [*_compat.optimizers(accelerator), *_compat.schedulers(accelerator)]
     scaler = [] if accelerator.scaler is None else [accelerator.scaler]
     return [*models, *map(unwrap, inner), *scaler, *_compat.registered(accelerator)]
@@ -115,7 +115,7 @@ def unwrap(thing: Any) -> Any:
     if isinstance(thing, AcceleratedScheduler):
         return thing.scheduler
     original = getattr(thing, "_orig_mod", None)  # torch.compile's
-    return original if isinstance(original, DistributedDataParallel) else thing  # a sharded one stays as it is
+    return original if isinstance(original, DistributedDataParallel) else thing  # a sharded one is unchanged
 
 
 class Progress:
@@ -136,7 +136,7 @@ class Progress:
             "step": self._accelerator.step,
             "sync_gradients": self._accelerator.sync_gradients,
             "overflows": _compat.overflows(self._accelerator),
-            # The epoch, which a rank without a batch does not count up.
+            # The epoch, which a rank without a batch does not increment.
             "iterations": [getattr(loader, "iteration", None) for loader in self._loaders],
         }
 

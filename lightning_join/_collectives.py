@@ -126,7 +126,7 @@ class ActiveCollectives:
 
 
 def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
-    """Return the tensor that a rank running a placeholder contributes to a reduction in place of its own.
+    """Return the tensor that a rank running a placeholder contributes to a reduction, instead of its tensor.
 
     Raises:
         UnsupportedError: There is no such tensor.

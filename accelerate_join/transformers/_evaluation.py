@@ -14,31 +14,31 @@ from torch_join.integration import Channel, ReadStep, StepDriver, broadcast
 
 
 class Evaluation:
-    """One loop. A rank without a batch follows what the others do together, and has outputs without rows.
+    """One loop. A rank without a batch follows the others' collectives, and has outputs without rows.
 
     Args:
-        driver: Of the steps.
-        trainer: Whose loop it is.
+        driver: The driver of the steps.
+        trainer: The trainer.
 
     Attributes:
-        rows: How many samples this rank has had in each step.
-        gathers_objects: Whether outputs are gathered as objects: lists of what each sample has.
+        rows: The number of samples that this rank has had in each step.
+        gathers_objects: Whether outputs are gathered as objects: lists with an entry for each sample.
     """
 
     def __init__(self, driver: StepDriver, trainer: Any) -> None:
         self._driver, self._device = driver, trainer.args.device
-        self._averages = trainer.args.average_tokens_across_devices  # where a loss is divided by a number of items
+        self._averages = trainer.args.average_tokens_across_devices  # if a loss is divided by a number of items
         self.gathers_objects = bool(trainer.args.eval_use_gather_object)
         self._gather_tensors = trainer.accelerator.gather_for_metrics
         self._joined = False
         self._world_size = driver.members.world_size
         self._loss_rows: int | None = None  # of the step whose loss is about to be gathered
-        self._kinds: Any = None  # of what a step returns, without rows
+        self._kinds: Any = None  # a step's outputs, without rows
         self._divides = False  # whether losses are divided by the items of all ranks
         self.rows: list[int] = []
 
     def note_division(self, num_items: Any) -> None:
-        """Note that a loss is computed, and by which number of items it is divided."""
+        """Record that a loss is computed, and by which number of items it is divided."""
         self._divides = self._averages and num_items is not None
 
     def step(
@@ -50,7 +50,7 @@ class Evaluation:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Do what `Trainer.prediction_step` does: return loss, logits and labels, without rows on a finished rank."""
+        """Do what `Trainer.prediction_step` does: return loss, logits and labels, without rows on a joined rank."""
         rank, active = self._driver.members.rank, step.active_ranks
         self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1
@@ -76,15 +76,15 @@ class Evaluation:
         return loss, logits, labels
 
     def gather(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather, and of a loss, which Trainer repeats as often as a full batch has rows, as often as this one has.
+        """Gather; a loss, which Trainer repeats for each row of a full batch, is repeated for each row of this one.
 
-        Where it is divided by the items of all ranks, and multiplied with their number, the sum of the ranks' shares
-        is the loss of all their rows.
+        If it is divided by the items of all ranks, and multiplied by their number, the sum of the ranks' shares is the
+        loss of all their rows.
         """
         rows, self._loss_rows = self._loss_rows, None
         if rows is None:
             if self.gathers_objects and self._joined and isinstance(data, (list, tuple)):
-                data = data[:0]  # each thing in it would count as a sample
+                data = data[:0]  # each object in it would count as a sample
             return own(data, *args, **kwargs)
         if self.gathers_objects:
             own = self._gather_tensors  # of losses there are no others
@@ -98,7 +98,7 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
     """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
 
     Raises:
-        JoinValueError: The ranks have other names.
+        JoinValueError: The ranks' names differ.
     """
     everyone = channel.gather([*map(str, datasets)], of=list[str])
     if any({*names} != {*everyone[0]} for names in everyone):
@@ -113,14 +113,14 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:
-    """Put what was gathered step by step into the order of the ranks.
+    """Sort by rank what was gathered step by step.
 
     Args:
-        outputs: Arrays with a row for each sample, in any structure; others stay as they are.
-        rows: How many rows each rank has had in each step.
+        outputs: Arrays with a row for each sample, in any structure; others are unchanged.
+        rows: The number of rows that each rank has had in each step.
     """
     places = [(rank, row) for step in zip(*rows, strict=True) for rank, n in enumerate(step) for row in range(n)]
-    order = sorted(range(len(places)), key=lambda place: places[place][0])  # stable: a rank's own stay in order
+    order = sorted(range(len(places)), key=lambda place: places[place][0])  # stable: a rank's rows stay in order
 
     def reordered(values: Any) -> Any:
         return values[order] if values.ndim and len(values) == len(order) else values

@@ -19,18 +19,18 @@ from torch_join.integration import length_of, without_rows
 
 
 class EvenedLoader(CoreEvenedLoader):
-    """A loader of Accelerate's, and those of the other ranks, which a run of `train` or `evaluate` begins with.
+    """One of Accelerate's loaders and those of the other ranks, with which a run of `train` or `evaluate` starts.
 
     Args:
-        loader: This rank's own.
-        find_run: Returns what goes through it with the other ranks, a `Run`; `None` outside of one.
-        trains: Whether what it yields is trained on.
-        owns: Whether the dataset is this rank's own.
+        loader: This rank's loader.
+        find_run: Returns the `Run` that iterates over it with the other ranks; `None` outside of one.
+        trains: Whether its batches are trained on.
+        owns: Whether the dataset is this rank's alone.
         rebalances: Whether ranks give batches to each other.
         keeps: Whether steps without a batch need one nevertheless.
 
     Attributes:
-        remainder: That no sample is there twice; Accelerate looks at it.
+        remainder: 0, since no sample occurs twice; Accelerate reads it.
     """
 
     framework = "Trainer"
@@ -52,17 +52,17 @@ class EvenedLoader(CoreEvenedLoader):
         self.resumes_stream = False
 
     def tell(self, lengths: Sequence[int | None], examples: Sequence[int | None]) -> None:
-        """Note what each rank says: how many batches it has, and how many samples its dataset."""
+        """Store what each rank reports: its number of batches, and its dataset's number of samples."""
         self.lengths, self._examples = lengths, examples
 
     @property
     def own_examples(self) -> int | None:
-        """How many samples this rank's dataset has; `None` if it has no length."""
+        """The number of samples in this rank's dataset; `None` if it has no length."""
         return length_of(self.loader.dataset)
 
     @property
     def examples(self) -> int | None:
-        """How many samples all ranks' datasets have; `None` if nobody knows."""
+        """The number of samples in all ranks' datasets; `None` if unknown."""
         numbers = self._examples or [self.own_examples]
         if not self.owns:
             return numbers[0]
@@ -70,7 +70,7 @@ class EvenedLoader(CoreEvenedLoader):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether no rank has another batch; Accelerate looks at it."""
+        """Whether no rank has another batch; Accelerate reads it."""
         return self.is_last_step
 
     def reader(self, counts: bool) -> PreparedReader:
@@ -82,7 +82,7 @@ class EvenedLoader(CoreEvenedLoader):
         return PreparedReader(without_none(type(self.loader).__iter__), counts, False, self.loader)
 
     def around(self) -> AbstractContextManager[None]:
-        return active_loader(self)  # Accelerate's own loader has begun: ours comes after it
+        return active_loader(self)  # Accelerate's own loader has started: ours comes after it
 
     def moved(self, batch: Any, device: torch.device | str) -> Any:
         return send_to_device(batch, device)
@@ -98,7 +98,7 @@ class EvenedLoader(CoreEvenedLoader):
         return rest
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader the epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
+        """Set the loader's epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
         run = self._find_run()
         self.loader.set_epoch(epoch if run is None or not self._has_no_length else epoch + run.position.passes_before)
 
@@ -107,7 +107,7 @@ class EvenedLoader(CoreEvenedLoader):
         return self.resumes_stream or None in self.lengths
 
     def own_batches(self) -> Iterator[Any]:
-        """Return this rank's batches, whatever others do, and a loop that goes on is left as it is."""
+        """Return this rank's batches, whatever others do, without affecting a loop that is running."""
         alone = copy(self.loader)
         alone.rng_types = None  # which ranks exchange
         return iter(alone)

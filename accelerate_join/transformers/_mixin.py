@@ -89,7 +89,7 @@ class JoinTrainerMixin:
                 " the trainer's class."
             )
         for name, trains in _LOADERS.items():
-            if name in vars(cls):  # what a subclass makes of its own is evened, too
+            if name in vars(cls):  # a subclass's own loaders are evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
         cls.__signature__ = None  # type: ignore[attr-defined]  # and not its base's
         with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
@@ -195,7 +195,7 @@ class JoinTrainerMixin:
         given = [each for each in (*args, *kwargs.values()) if each is not None]
         dataset = given[0] if given else self.train_dataset
         if self.own_shards and length_of(dataset) == 0:
-            return SequentialSampler(dataset)  # of no samples torch shuffles none
+            return SequentialSampler(dataset)  # torch does not shuffle an empty dataset
         return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class JoinTrainerMixin:
             return self._join_run.begin_window(batch_samples, found)
         if not callable(self.weighting) or self._evaluates:
             return found
-        # In one process what a window counts is no other's.
+        # In one process a window's count does not depend on others.
         self._counts = [(batch, self.weighting(batch)) for batch in batch_samples]
         return found if found is None else torch.as_tensor(self._counted_alone, device=self.args.device)
 
@@ -224,7 +224,7 @@ class JoinTrainerMixin:
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.own_shards and length_of(eval_dataset) == 0:
-            return SequentialSampler(eval_dataset)  # by whose first sample no length is found
+            return SequentialSampler(eval_dataset)  # without reading a first sample to find its length
         return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
 
     def num_examples(self, dataloader: Any) -> int:
@@ -288,7 +288,7 @@ class JoinTrainerMixin:
                 given = in_one_order(self._join_run.channel, given)
             if eval_dataset is not None:
                 return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
-            self.eval_dataset = given  # Trainer asks for each by its name
+            self.eval_dataset = given  # Trainer requests each by its name
             return super().evaluate(None, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ class JoinTrainerMixin:
             self._join_run.hand_over_kept()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
         if self._join_run is not None:
-            self._join_run.stopping.agree(self.control, self.state.global_step)  # callbacks of these may ask, too
+            self._join_run.stopping.agree(self.control, self.state.global_step)  # their callbacks may ask, too
             self._join_run.average_loss(tr_loss)
 
 

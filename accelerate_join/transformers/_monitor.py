@@ -13,7 +13,7 @@ from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
 
 _logger = logging.get_logger(__name__)
-# Of a run; the second logs values as its trainer does.
+# For a run; the second logs values as its trainer does.
 _Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing]
 
 

@@ -1,11 +1,11 @@
-"""Where a training is in its dataloader, in Trainer's checkpoints: each rank writes what its order is drawn from.
+"""The position of a training in its dataloader, in Trainer's checkpoints: each rank writes what determines its order.
 
-Trainer goes on by number: it reads what was trained on once more, and leaves it out. That is right where the order
-follows from the epoch's number. Elsewhere the random states of the epoch's begin belong to the place, and for a stream
-how often it has been gone through.
+Trainer resumes by number: it reads again what was trained on, and skips it. That is correct if the order follows from
+the epoch's number. Otherwise the random states at the epoch's start belong to the position, and for a stream the number
+of passes over it.
 
-Where another number of ranks goes on, the loader has what the others have left, and Trainer's numbers are as if this
-job's steps had come before, in the share of the epoch that is over.
+If another number of ranks resumes, the loader has what the others have left, and Trainer's numbers are as if this
+job's steps had come before, for the share of the epoch that is over.
 """
 
 import math
@@ -26,36 +26,36 @@ _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip
 
 
 class Resized(NamedTuple):
-    """The epoch in which other ranks, or more data, go on, in this job's steps: as if it had made all of them."""
+    """The epoch that other ranks resume, or that has more data, in this job's steps: as if it had made all of them."""
 
     epoch: int
-    before: int  # how many batches come before those that are left
-    batches: int  # how many there are with them
+    before: int  # the number of batches before those that are left
+    batches: int  # the number of batches including these
     updates: int  # of the optimizer's steps
 
 
 class Position:
-    """How far a rank is: in which pass, and after how many batches of it.
+    """A rank's progress: the pass, and the number of batches in it.
 
     Args:
         accelerator: The trainer's.
 
     Attributes:
-        passes: How often the loader has been gone through before.
-        passes_before: How often before this job began: of a stream Trainer does not count these.
-        taken: How many steps with a batch of this pass have been made, on the longest rank.
-        resized: The epoch that goes on, if its steps are not those that Trainer counts; `None` if they are.
+        passes: The number of earlier passes over the loader.
+        passes_before: The number of passes before this job started: for a stream Trainer does not count these.
+        taken: The number of steps with a batch in this pass, on the longest rank.
+        resized: The resumed epoch, if its steps are not those that Trainer counts; `None` if they are.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
         self.passes = self.taken = self.passes_before = 0
         self.resized: Resized | None = None
-        self._rest: DataLoaderShard | None = None  # for this rank, of an epoch that other ranks have begun
-        self._share = 0.0  # how much of the epoch that goes on was over
-        self._is_at_end = False  # whether the checkpoint is of an epoch's end, as Trainer counted when it was written
-        self._own, self._before = 0, 0  # of this rank's batches: trained on in this job, and in this deal before it
-        self._deals: list[dict[str, Any]] = []  # of other numbers of ranks that this pass has seen
+        self._rest: DataLoaderShard | None = None  # for this rank, of an epoch that other ranks have started
+        self._share = 0.0  # the share of the resumed epoch that was over
+        self._is_at_end = False  # whether the checkpoint is of an epoch's end, by Trainer's count when it was written
+        self._own, self._before = 0, 0  # this rank's batches: trained on in this job, and in this deal before it
+        self._deals: list[dict[str, Any]] = []  # of other numbers of ranks in this pass
         self._loader: DataLoaderShard | None = None
         self._is_resized = False  # whether another number of ranks has made some of the steps
         self._is_over = False  # whether that was the last one
@@ -63,37 +63,37 @@ class Position:
         self._pending: dict[str, Any] | None = None
 
     def begin(self, loader: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
-        """Begin a pass; return its batches. One that is resumed is in the order that it had."""
+        """Start a pass; return its batches. A resumed pass is in the order that it had."""
         pending, self._pending = self._pending, None
         if pending is None and self._order is not None:
             self.passes, self.taken, self._deals = self.passes + 1, 0, []
         self._is_over, self._own = False, 0
         self._loader = known_as(loader, ())
         if pending is not None and pending["deals"]:
-            return batches  # the order is that of what is left
+            return batches  # the order is that of the rest
         self._before = 0 if pending is None else self.taken
         self._order = Order(drawn_from(loader), pending and pending["order"], f" Or {_INSTEAD}.")
         return self._order.go_through(batches)
 
     def note_step(self, step: ReadStep) -> None:
-        """Note that a batch is trained on, or is by others."""
+        """Record that a batch is trained on, here or by others."""
         self.taken, self._own, self._is_over = self.taken + 1, step.taken, step.is_last_step
 
     def to_skip(self, number: int) -> int:
-        """Return how many batches are left out of the pass that is resumed, where Trainer counts `number` in all."""
+        """Return how many batches of the resumed pass are skipped, if Trainer counts `number` in all."""
         return number if self._pending is None else self.taken
 
     def take_rest(self) -> DataLoaderShard | None:
-        """Return what is left for this rank of an epoch that other ranks have begun, once."""
+        """Return, once, the rest for this rank of an epoch that other ranks have started."""
         rest, self._rest = self._rest, None
         return rest
 
     def save(self, folder: str, epoch: float | None, gives: bool) -> None:
-        """Write the place into a checkpoint.
+        """Write the position into a checkpoint.
 
         Args:
             folder: The checkpoint's.
-            epoch: How many epochs are over, as Trainer counts.
+            epoch: The number of epochs that are over, by Trainer's count.
             gives: Whether other ranks may train on this one's batches.
         """
         accelerator = self._accelerator
@@ -117,19 +117,19 @@ class Position:
         write(folder, accelerator.process_index, record)
 
     def resume(self, trainer: Any, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
-        """Go on at the place that is in a checkpoint; all ranks meet.
+        """Resume at the position in a checkpoint; all ranks meet.
 
         Args:
             trainer: The trainer.
             folder: The checkpoint's.
-            loader: What is trained on.
-            values: What `Trainer.set_initial_training_values` returns.
+            loader: The loader that is trained on.
+            values: The return value of `Trainer.set_initial_training_values`.
 
         Returns:
-            The same, or where its epochs had another number of steps what follows for this job.
+            The same, or, if its epochs had another number of steps, the values for this job.
 
         Raises:
-            UnsupportedError: What they have left is not known.
+            UnsupportedError: The rest that they have left is not known.
         """
         args = trainer.args
         if not self._load(folder, loader.loader) or None in loader.lengths:
@@ -138,7 +138,7 @@ class Position:
         done, batches, before = _compat.steps_in(folder), len(loader), self.taken
         has_made_all = self._rest is None and done == self.passes * per_epoch + before // window
         if has_made_all or not (self._is_resized or self._is_at_end):
-            return values  # these ranks have made all of its steps, in epochs of as many
+            return values  # these ranks have made all of its steps, in epochs of the same length
         _compat.check_resizes(trainer, self._is_resized)
         if self._rest is not None:
             left = max(gather_objects(len(self._rest.batch_sampler), "What is left", None))
@@ -156,7 +156,7 @@ class Position:
         return (count, per_epoch, *between, steps)
 
     def _load(self, folder: str, loader: DataLoaderShard) -> bool:
-        """Take the place that is in a checkpoint; all ranks call this. Return whether there is one."""
+        """Load the position in a checkpoint; all ranks call this. Return whether there is one."""
         everyone = read_all(folder, self._accelerator)
         newest = next((record for record in everyone if record is not None), None)
         if newest is None:
@@ -191,7 +191,7 @@ class Position:
 def _place_in(record: dict[str, Any]) -> dict[str, Any]:
     if "version" in record:
         return record["places"][0]  # type: ignore[no-any-return]
-    # Of 0.2.0, which the next release reads no more.
+    # Of 0.2.0, which the next release no longer reads.
     amid = bool(record["taken"]) or not record["order"]["ended"]
     known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
     return {**NO_MORE, **known, "order": record["order"], "epoch": None, "is_resized": False}

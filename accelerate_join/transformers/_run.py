@@ -1,4 +1,4 @@
-"""One run of `train`, `evaluate` or `predict`: who has a batch in each step, and what ranks do in it together."""
+"""One run of `train`, `evaluate` or `predict`: which ranks have a batch in each step, and their common operations."""
 
 import math
 import time
@@ -50,7 +50,7 @@ from torch_join.integration import (
 
 
 class StepOperations(ActiveOperations, Participant):
-    """Accelerate's operations in a trainer: of the ranks that have a batch in a step, and of all between steps."""
+    """Accelerate's operations in a trainer: over the ranks that have a batch in a step, and over all between steps."""
 
     driver: StepDriver
 
@@ -71,14 +71,14 @@ class StepOperations(ActiveOperations, Participant):
 
 
 class Run:
-    """What ranks do together from the begin of a loop of Trainer's to its end.
+    """What ranks do together from the start of a Trainer loop to its end.
 
-    Each step has a place where all ranks know who has a batch: the loader tells it as it reads, several steps ahead.
-    There a rank with a batch runs Trainer's own step, whose loss is computed inside of the wrapper's forward; the
-    others follow what it does with others, before, in and after it.
+    In each step all ranks know which ranks have a batch: the loader announces it as it reads, several steps ahead.
+    A rank with a batch then runs Trainer's own step, whose loss is computed inside of the wrapper's forward; the
+    others follow its collectives, before, in and after it.
 
     Args:
-        trainer: Whose loop it is.
+        trainer: The trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -86,23 +86,23 @@ class Run:
         self._evaluation: Evaluation | None = None
         self._join: Lockstep | None = None
         self._wrapper: Any = None
-        self._model: Any = None  # what `compute_loss` gets
+        self._model: Any = None  # the model that `compute_loss` gets
         self._follows_evaluation = False
-        self._reading: dict[bool, Evened] = {}  # by whether what is read is trained on
-        self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to go through its loader
-        self._computed = self._backwards = 0  # in the step that is trained on
-        self._epoch_ends = False  # Trainer has come to what it does last in an epoch
+        self._reading: dict[bool, Evened] = {}  # by whether the batches are trained on
+        self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to iterate over its loader
+        self._computed = self._backwards = 0  # in the current training step
+        self._epoch_ends = False  # Trainer has come to its last actions in an epoch
         self._window_ranks: set[int] = set()  # those that have a batch in the optimizer's step
-        self._window_total = 0.0  # of what all ranks' micro-batches of the optimizer's step count
+        self._window_total = 0.0  # the sum of the counts of all ranks' micro-batches in the optimizer's step
         self._factor: float | None = None  # of the loss, inside of such a step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
         self.position = Position(trainer.accelerator)
-        self._source: int | None = None  # the rank that knows of all steps since the last hand-over
+        self._source: int | None = None  # the rank that knows all steps since the last hand-over
 
     def __enter__(self) -> "Run":
         trainer = self._trainer
-        use_device(trainer.args.device, None)  # before the channel, which may have to go by it
+        use_device(trainer.args.device, None)  # before the channel, which may depend on it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
         runs_ahead = trainer.args.device.type != "cpu" and not trainer.args.logging_nan_inf_filter
         self.stopping = Stopping(self.channel, trainer.args.device if runs_ahead else None)
@@ -147,12 +147,12 @@ class Run:
             for reading in self._reading.values():
                 reading.leave()
             if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
-                self._join.sync_buffers()  # which no next forward brings to a rank without a batch
+                self._join.sync_buffers()  # no later forward brings them to a rank without a batch
             self.driver.rebalancing.close()
             self.channel.close(meets=True)
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
-        """Find the lengths of all ranks' loaders; all ranks meet."""
+        """Exchange the lengths of all ranks' loaders; all ranks meet."""
         mine = loader.length, loader.own_examples, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
         lengths, examples, monitored = zip(*everyone, strict=True)
@@ -165,7 +165,7 @@ class Run:
     # ------------------------------------------------------------ reading
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
-        """Return this rank's batches, and for as long as other ranks have some a batch without rows."""
+        """Return this rank's batches, followed by batches without rows as long as other ranks have some."""
         if not self._begins.pop(loader.trains, False):
             return loader.own_batches()  # for a callback, perhaps of one rank, or for Trainer, which counts tokens
         batches = self._reading[loader.trains].go_through(loader)
@@ -187,12 +187,12 @@ class Run:
         if self._join is not None:
             self._join.check_unfrozen("before train()")
             self._join.catch_up()
-            if not self._monitors:  # which log a line of their own
+            if not self._monitors:  # which log a line themselves
                 self._join.note_end()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
-        """Log; what is logged in a step of the tail joined ranks log too: rank 0, which writes it, may be one."""
+        """Log; joined ranks repeat a log in a step of the tail: rank 0, which writes it, may be one of them."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
             told = {name: _plain(value) for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
@@ -212,9 +212,9 @@ class Run:
             trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 
     def average_loss(self, loss: Tensor) -> None:
-        """Give all ranks their mean of what was trained since the last log, as an epoch ends; all ranks call this.
+        """Give all ranks the mean of their losses since the last log, as an epoch ends; all ranks call this.
 
-        Trainer makes its `train_loss` of each rank's own, as far as that was not logged.
+        Trainer computes its `train_loss` from each rank's loss, as far as that was not logged.
         """
         ends, self._epoch_ends = self._epoch_ends, False
         if ends:
@@ -231,10 +231,10 @@ class Run:
         self.hand_over_kept()
 
     def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
-        """Return who has a batch in the step of these inputs; `None` if nobody has evened them.
+        """Return which ranks have a batch in the step of these inputs; `None` if they come from no evened loader.
 
         Raises:
-            JoinError: They are of no loader that all ranks go through.
+            JoinError: They come from no loader that all ranks iterate over.
         """
         step = self._reading[trains].take(inputs)
         loader = self._trainer.callback_handler.train_dataloader
@@ -249,7 +249,7 @@ class Run:
     # ------------------------------------------------------------ training
 
     def _find_join(self) -> Lockstep:
-        """Return what trains the wrapped model, which is made where it is wrapped (anew)."""
+        """Return the object that trains the wrapped model, which is made when that is wrapped (anew)."""
         trainer = self._trainer
         wrapper = trainer.model_wrapped
         if self._join is not None and wrapper is self._wrapper:
@@ -257,7 +257,7 @@ class Run:
         self._wrapper = wrapper
         if self.driver.options.placeholder is not None:
             self._join = PlaceholderLockstep(self.driver, _prepared.unwrap(wrapper))
-            self._join.weighting = "world"  # what Trainer divides by counts: see `_factors`
+            self._join.weighting = "world"  # Trainer divides by counts: see `_factors`
             return self._join
         if _prepared.is_called_itself(wrapper):
             self._model = None
@@ -272,7 +272,7 @@ class Run:
                 " prepared before."
             )
         self._model = ddp.module
-        if wrapper is not ddp:  # compiled, and so is what runs inside
+        if wrapper is not ddp:  # compiled, and so is the model inside
             plugin = trainer.accelerator.state.dynamo_plugin
             self._model = torch.compile(ddp.module, **plugin.to_kwargs())
         self._join = LockstepJoin(self.driver, ModelShadow(ddp))
@@ -305,7 +305,7 @@ class Run:
                 self._around_step.enter_context(join.before_forward())
                 loss = own(model, inputs, num_items_in_batch, **kwargs)
                 if join.in_tail and self._trainer.args.logging_nan_inf_filter:
-                    self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to ask the same
+                    self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to check the same
         if (self._computed, self._backwards) != (1, 1):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
@@ -316,7 +316,7 @@ class Run:
     def _run_step(
         self, join: PlaceholderLockstep, own: Callable[..., Tensor], inputs: Any, factor: float, shown: float
     ) -> Tensor:
-        """Run a step with a batch, or on a finished rank with a placeholder; return its loss, which is 0 there."""
+        """Run a step with a batch, or on a joined rank with a placeholder; return its loss, which is 0 there."""
         trainer, logs = self._trainer, self.driver.parting
         inputs = join.begin_step(self._kept(True) if join.joined else inputs)
         join.scale = factor
@@ -347,7 +347,7 @@ class Run:
         return None if loader is None else loader.kept
 
     def _serve(self, join: Lockstep) -> None:
-        """Have joined ranks take part in what this one does with others, until `_around_step` is closed."""
+        """Let joined ranks take part in this one's collectives, until `_around_step` is closed."""
         if join.in_tail and not join.runs_placeholders:
             self._source = join.active_ranks[0]
             self._around_step.enter_context(self.driver.step(join.active_ranks))
@@ -367,7 +367,7 @@ class Run:
         return self._loss_of_no_batch()
 
     def _loss_of_no_batch(self) -> Tensor:
-        # In place of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
+        # Instead of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
         return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=self._trainer.args.device)
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -416,7 +416,7 @@ class Run:
         self._serve(join)
 
     def _factors(self, step: ReadStep, num_items: Any) -> tuple[float, float]:
-        """Return what to multiply a rank's loss with: before backward, and where the mean of all ranks is shown."""
+        """Return the factors of a rank's loss: before backward, and where the mean of all ranks is shown."""
         trainer, weighting, world_size = self._trainer, self._trainer.weighting, self.channel.world_size
         if num_items is not None:
             if weighting in ("active", "samples"):
@@ -426,11 +426,11 @@ class Run:
                     " batch in Trainer's place. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
                     " False on the trainer."
                 )
-            # Else a rank divides by the items of its own micro-batches, and those of a window are one loss.
+            # Otherwise a rank divides by the items of its micro-batches, and those of a window are one loss.
             averages = trainer.args.average_tokens_across_devices
             return 1.0, 1.0 if averages else world_size / len(self._window_ranks or step.active_ranks)
         if callable(weighting):
-            # In place of Trainer's division by the number of micro-batches.
+            # Instead of Trainer's division by the number of micro-batches.
             factor = trainer.current_gradient_accumulation_steps * factor_of_count(
                 world_size, step.counted, self._window_total
             )
@@ -442,18 +442,18 @@ class Run:
         return (shown if weighting == "active" else 1.0), shown
 
     def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
-        """Begin the step of an optimizer; in an evaluation, where Trainer asks too, there is none.
+        """Start an optimizer step; in an evaluation, where Trainer calls this too, there is none.
 
         Args:
             batches: Its micro-batches.
-            num_items: By how many items Trainer would divide its loss; `None` if it does not.
+            num_items: The number of items by which Trainer would divide its loss; `None` if it does not.
 
         Returns:
-            By how many it does.
+            The number by which it does.
 
         Raises:
-            JoinValueError: By none.
-            UnsupportedError: Each rank would divide by its own.
+            JoinValueError: That number is zero.
+            UnsupportedError: Each rank would divide by its own number.
         """
         if not batches or self._evaluation is not None:
             return num_items
@@ -494,16 +494,16 @@ class Run:
 
     @contextmanager
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
-        """Put around an evaluation loop; all ranks meet. By its end the list holds each rank's samples in each step."""
+        """Put around an evaluation loop; all ranks meet. At its end the list holds each rank's samples in each step."""
         trainer, samples = self._trainer, list[list[int]]()
         self.tell_lengths(loader)
         self.hand_over_kept()
         if isinstance(self._join, LockstepJoin):
-            self._join.sync_buffers()  # each rank has its own since the last training step
+            self._join.sync_buffers()  # the ranks' buffers differ since the last training step
         begin = time.monotonic()
         before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer)
         own = trainer.gather_function
-        if self._evaluation.gathers_objects:  # else it does in the first evaluation only
+        if self._evaluation.gathers_objects:  # otherwise it does in the first evaluation only
             own = partial(trainer.accelerator.gather_for_metrics, use_gather_object=True)
         trainer.gather_function = partial(self._evaluation.gather, own)
         self._begins[False] = True
@@ -516,7 +516,7 @@ class Run:
                 monitor.note_pause(time.monotonic() - begin)
 
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pad as Accelerate does, but no list of what each sample has: ranks have different numbers of samples."""
+        """Pad as Accelerate does, except lists with an entry for each sample: their length differs between ranks."""
         evaluation = self._evaluation
         if evaluation is not None and evaluation.gathers_objects and isinstance(data, list):
             return data
@@ -551,7 +551,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _shown(loss: Tensor, factor: float) -> Tensor:
-    """Return what Trainer adds up of a loss, in a sum that all ranks gather, in the type that it has on each."""
+    """Return the loss that Trainer adds to a sum that all ranks gather, in the same dtype on each."""
     loss = loss.float() if loss.dtype == torch.float64 else loss
     return loss if factor == 1.0 else loss * factor
 

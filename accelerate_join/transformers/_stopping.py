@@ -1,4 +1,4 @@
-"""Stopping on all ranks together where a callback of some ranks alone asks for it."""
+"""Stopping on all ranks together if a callback of only some ranks requests it."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ _FLAGS = ("should_epoch_stop", "should_training_stop")
 
 
 class Stopping:
-    """What some ranks ask of all, in Trainer's `control`.
+    """The requests of some ranks to all, in Trainer's `control`.
 
-    Ranks do not meet for it. Each keeps, where Trainer looks at the flags, whether it asks for something. One that does
-    asks the others whether they do too: then all stop here. Else it has told all of them by then, goes on to the next
-    step, whose backward no rank ends without it, and stops with all at that step's end.
+    Ranks do not meet for it. Each records, where Trainer reads the flags, whether it requests something. A rank that
+    does asks the others whether they do too: then all stop here. Otherwise it has told all of them by then, continues
+    to the next step, whose backward no rank finishes without it, and stops with all at that step's end.
 
     Args:
         channel: The ranks' channel.
@@ -25,25 +25,25 @@ class Stopping:
     def __init__(self, channel: Channel, device: torch.device | None) -> None:
         self._channel, self._device = channel, device
         self._places, self._last = 0, -1
-        self._held = [False, False]  # what was asked amid an accumulation
-        self._asked = (False, False)  # what this rank has asked for, and has to wait with
+        self._held = [False, False]  # requests during an accumulation
+        self._asked = (False, False)  # this rank's requests that have to wait
 
     def begin_epoch(self) -> None:
-        """Forget what was asked of an epoch that is over."""
+        """Forget the requests of an epoch that is over."""
         self._asked = False, self._asked[1]
 
     def hold(self, control: Any) -> None:
-        """Have what is asked amid an accumulation wait for its end, where all ranks look at it."""
+        """Let requests during an accumulation wait for its end, where all ranks read them."""
         for place, flag in enumerate(_FLAGS):
             self._held[place] |= bool(getattr(control, flag))
             setattr(control, flag, False)
 
     def agree(self, control: Any, step: int) -> None:
-        """Have the flags be the same on all ranks, each of which calls this at the same places.
+        """Make the flags the same on all ranks, each of which calls this at the same places.
 
         Args:
             control: Trainer's, which is changed.
-            step: Of the optimizer's steps, the last.
+            step: The number of the optimizer's last step.
         """
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
@@ -78,7 +78,7 @@ class Stopping:
         elif agreed := channel.ask(place, [0], bool)[0]:
             agreed = channel.ask(verdict, [0], bool)[0]
         else:
-            channel.ask(place, others, bool)  # whoever answers has heard of it
+            channel.ask(place, others, bool)  # every rank that answers has read it
         if not agreed:
             self._asked = wants[0] or self._asked[0], wants[1] or self._asked[1]
             for flag in _FLAGS:
