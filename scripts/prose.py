@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/how-do-i/*.md", "docs/reference/*.md")
-CLEAN = ("_base", "_collectives", "_compat", "_control", "_doctor", "_shadow", "_tail")
-SOURCES = (*(f"torch_join/{folder}/**/*.py" for folder in CLEAN), "torch_join/*.py")
+SOURCES = ("torch_join/*.py", "torch_join/_[!m]*/**/*.py", "lightning_join/**/*.py", "accelerate_join/**/*.py")
 OWNERS = (
     "torch|Lightning|Accelerate|Fabric|Trainer|DeepSpeed|Ray|gloo|autograd|the user|a user|the optimizer|an optimizer"
 )
