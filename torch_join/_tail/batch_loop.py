@@ -78,7 +78,7 @@ class BatchLoop:
         self.placeholders: PlaceholderLoop | None = None
         self.stopwatch: Stopwatch | None = None
         self._grad_enabled = torch.is_grad_enabled()
-        self._even_until = 0  # before this step, each is as the one before: all ranks have a batch, and more to come
+        self._even_until = 0  # every step before this one is even: all ranks have a batch, and more to come
 
     @property
     def is_current(self) -> bool:
@@ -253,8 +253,8 @@ class BatchLoop:
         return goes_on
 
     def status(self) -> tuple[int, list[int]] | None:
-        """See `Status`; another thread calls this."""
-        driver = self.driver  # which may be none any more when this is looked at again
+        """See `Status`; called from another thread."""
+        driver = self.driver  # a local name: another thread may reset the attribute
         if driver is None or not self.is_current or not self.reader.pulling:
             return None
         ranks = collective_under_way(self.thread)
@@ -337,8 +337,8 @@ class BatchLoop:
                 self.driver.own_taken += self.placeholders.end()
 
     def measure(self) -> None:
-        """Have the log and the monitor note a loop that has ended; all ranks meet if there is a monitor."""
-        if (driver := self.driver) is None:  # the `with` has ended, in which somebody holds its iterator
+        """Log and measure a loop that has ended; all ranks meet if there is a monitor."""
+        if (driver := self.driver) is None:  # the `with` has ended, and some code still holds its iterator
             return
         rebalancing = driver.rebalancing
         trains = bool(self.trains) if self.placeholders is None else self.placeholders.losses.trains

@@ -25,8 +25,8 @@ from torch_join._tail.refills import RefillGuard
 T = TypeVar("T")
 # Starts to rebalance a reader's batches; returns the reader of the batches to train on, `None` for the same reader.
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
-_MOST_PAUSE = 60.0  # seconds, between two looks of a rank that waits for the others' loaders
-# Samplers of these modules have as many indices as they say.
+_MOST_PAUSE = 60.0  # seconds, between two checks by a rank that waits for the others' loaders
+# Samplers of these modules have exactly as many indices as their length.
 _EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
 
 
@@ -272,7 +272,7 @@ class Unbegun:
         return True
 
     def begin_all(self, until: object = None) -> None:
-        """Go through loops that others are in, and that here nobody has asked for a batch: a rank may have none."""
+        """Run the loops that this rank's code never asked for a batch, since other ranks may be in them."""
         earlier = itertools.takewhile(lambda ticket: ticket is not until, [*self._loops])
         for go_through in [self._loops.pop(ticket) for ticket in earlier]:  # all of them, if one of these raises
             for _ in go_through():

@@ -37,7 +37,7 @@ class Remarks:
         self._members, self._options, self._framework, self._first = members, options, framework, first
         refuses = options.may_break or options.throw_on_early_termination or options.placeholder is not None
         self.may_rebalance = not (options.rebalance or refuses)
-        self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # not so in a backward, later
+        self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # may be off later, in a backward
         self._active: Sequence[int] = range(members.world_size)
         self._ends: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second at which it joined
 

@@ -250,7 +250,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.following.reach_joined_state()
         self._others.reset()
         sync_norms(self.model, source, self.members.group)
-        # What the active ranks' code has set; here none has run.
+        # Set by the active ranks' code, which has not run here.
         for parameter, trained in zip(self.model.parameters(), trains, strict=True):
             if parameter.requires_grad != trained:  # whole ones of an evaluation may be inference tensors
                 parameter.requires_grad_(trained)

@@ -30,7 +30,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a model, in the same order on all ranks.
 
     Raises:
-        UnsupportedError: A parameter that is trained is in none of them, or one of them is not sharded.
+        UnsupportedError: A trained parameter is in none of them, or one of them is not sharded.
     """
     is_first_generation(model)
     init = partial(_compat.init_roots, model)
