@@ -383,13 +383,13 @@ def _state_of(loader: Any) -> dict[str, Any] | None:
 
 def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:
     if hasattr(loader, "set_epoch"):
-        loader.set_epoch(place["iteration"])  # also for its sampler, for which skip_first_batches does not
+        loader.set_epoch(place["iteration"])  # also for its sampler, which skip_first_batches omits
     if place["state"] is not None and _is_stateful(loader):
         loader.load_state_dict(deepcopy(place["state"]))
         loader.dl_state_dict = place["state"]  # for a save before its next batch
         if place["has_no_rest"] or not place["amid"]:
             with global_kept():
-                loader.base_dataloader.state_dict()  # draws, when it ends, what has been drawn already
+                loader.base_dataloader.state_dict()  # when it ends, this draws again what has been drawn already
     if "begun" in (place["order"] or {}):
         set_own(drawn_from(loader), place["order"]["begun"])
     _loaded[loader] = place

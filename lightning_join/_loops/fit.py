@@ -48,7 +48,7 @@ class JoinFitLoop(FitLoop):
     _lengths: Sequence[int | float] = ()
     _has_warned = False
     _steps: int | float = -1  # derived from them, or from a plan
-    _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch begins
+    _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch starts
     _resumed: dict[str, Any] | None = None  # the same for a resumed epoch, until it is rebalanced
     _last_place: LoaderPlace | None = None  # this rank's position when the fit ended
 

@@ -126,7 +126,7 @@ def externals_of(module: Any) -> list[tuple[Any, bool]]:
 
 
 def add_external(module: Any, parameter: Any, dangles: bool) -> None:
-    """Have another module's parameter gathered together with a module's own."""
+    """Let DeepSpeed gather another module's parameter together with a module's own."""
     parameter.is_external_param = dangles
     if id(parameter) not in getattr(module, "_external_params", {}):
         register_external_parameter(module, parameter)

@@ -101,7 +101,7 @@ def take_reductions(context: Any) -> list[Any]:
 
 
 def init_roots(model: nn.Module) -> None:
-    """Have FSDP initialize each outermost sharded module of `model`, as before a first forward."""
+    """Let FSDP initialize each outermost sharded module of `model`, as before a first forward."""
     for root in roots(model):
         if isinstance(root, FSDPModule):
             root._get_fsdp_state()._lazy_init()

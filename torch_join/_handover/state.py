@@ -164,7 +164,7 @@ class Restore:
         return targets[0]
 
     def parameter(self, slot: Slot, own: Tensor, is_trained: bool, path: str) -> None:
-        """Have one of this rank's parameters filled, and frozen or unfrozen as on the source.
+        """Fill one of this rank's parameters, and freeze or unfreeze it as on the source.
 
         Raises:
             JoinValueError: It has another shape or type than there.

@@ -156,6 +156,6 @@ class StepDriver(Driver):
         return backwards.in_pieces
 
     def leave_tail(self) -> None:
-        """Note that all ranks have come to the end of an evaluation, some before others."""
+        """Record that all ranks have finished an evaluation, some before others."""
         for each in self.tail_log.participants:
             each.leave_tail()

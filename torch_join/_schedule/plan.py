@@ -78,7 +78,7 @@ class Plan:
         return [min(most, each if left is None else left) for left, most in ends]
 
     def announce(self, left: Mapping[int, int]) -> None:
-        """Note the numbers of batches left on ranks that have come to their end, or know better than before."""
+        """Note the numbers of batches left on ranks that have reached their end, or know better than before."""
         for rank, number in left.items():
             self.left[rank] = number
 
@@ -89,7 +89,7 @@ class Plan:
             self.left[rank] = 0
 
     def plan(self) -> Row:
-        """Plan the next row; without any batch if all ranks have come to their end."""
+        """Plan the next row; without any batch if all ranks have reached their end."""
         steps = self.steps_left
         counts = self._as_read() if steps is None else self._as_known(steps)
         owners = [rank if count else None for rank, count in enumerate(counts)]

@@ -227,7 +227,7 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
         size: How many there are in a window; in the last one there may be fewer.
 
     Returns:
-        A loader of lists, with a length if `loader` has one. What else is asked of it is the loader's.
+        A loader of lists, with a length if `loader` has one. Other attributes are the loader's.
 
     Raises:
         JoinValueError: `size` is less than 1; or, in the loop, the loader refills the memory of one batch for another.

@@ -165,7 +165,7 @@ class Node:
     # ------------------------------------------------------------ messages that many ranks send to all, once
 
     def call_roll(self, number: int) -> tuple[int, float]:
-        """Have all ranks answer, unless they were called just now; return the call's number in `ChannelState.places`.
+        """Make all ranks answer, unless they were called just now; return the call's number in `ChannelState.places`.
 
         Also return until when to wait at least: messages that a rank sent before its answer may still be under way.
         """
