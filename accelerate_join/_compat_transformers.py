@@ -88,8 +88,9 @@ def refuse_to_resize(folder: str, world_size: int) -> None:
     if epoch != int(epoch):
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {writers} ranks, and this job has {world_size}."
-            f" JoinTrainer can change from two or more ranks that have used it to two or more. Resume with {writers}"
-            " ranks, from a checkpoint of an epoch's end, or with ignore_data_skip=True."
+            " JoinTrainer can change the number of ranks only if it wrote the checkpoint and both jobs have two ranks"
+            f" or more. Resume with {writers} ranks, from a checkpoint of an epoch's end, or with"
+            " ignore_data_skip=True."
         )
 
 

@@ -21,8 +21,8 @@ def check_strategy(strategy: DDPStrategy) -> None:
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
     if local_sgd or strategy._model_averaging_period is not None:
         raise UnsupportedError(
-            "Post-local SGD averages parameters at steps that each rank counts for itself, which uneven inputs"
-            " would let drift apart. Leave out `model_averaging_period` and the post-local SGD hook."
+            "Post-local SGD averages parameters after a number of steps that each rank counts by itself, and with"
+            " uneven inputs these counts diverge. Leave out `model_averaging_period` and the post-local SGD hook."
         )
 
 

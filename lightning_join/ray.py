@@ -12,8 +12,8 @@ __all__ = ["RayDDPJoinStrategy", "RayDeepSpeedJoinStrategy", "RayFSDPJoinStrateg
 
 if not issubclass(RayDDPStrategy, DDPStrategy):
     raise JoinTypeError(
-        "Ray Train's strategies are of `lightning.pytorch` where that is installed, and else of `pytorch_lightning`."
-        f" {__name__} is of the other one. Import lightning_join.ray, or uninstall the package lightning."
+        f"Ray Train uses `lightning.pytorch` if it is installed, and `pytorch_lightning` otherwise. {__name__} is for"
+        " the other package. Import lightning_join.ray, or uninstall the package lightning."
     )
 
 

@@ -104,7 +104,8 @@ def _by_loader(trainer: "pl.Trainer", predictions: Any, count: int) -> list[Sequ
     last = [loop.predictions] if count == 1 else [*loop.predictions]
     if [len(each) for each in found] != [len(each) for each in last]:
         raise JoinValueError(
-            f"There are predictions of {[len(each) for each in found]} batches, by dataloader, and the trainer's last"
-            f" predict had {[len(each) for each in last]}: of which samples they are is known for that one only."
+            f"The predictions do not match the trainer's last predict: they have {[len(each) for each in found]}"
+            f" batches per dataloader, and it had {[len(each) for each in last]}. Sample indices are known only for the"
+            " last predict."
         )
     return found

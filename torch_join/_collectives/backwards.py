@@ -220,9 +220,9 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
         return True
     where = "" if is_adjoint else ", in a hook,"
     raise UnsupportedError(
-        f"{operation} in backward{where} under {weighting}: gradients are weighted only where they reach the"
-        " parameters, and what this mixes or compares has no weight yet. Only sums and moves of gradients in the"
-        " backward of an autograd function are weighted. Use weighting='world' with a loss that weighs samples itself."
+        f"{operation} in backward{where} under {weighting}: gradients are weighted only when they reach the parameters,"
+        " so this call would combine unweighted ones. Only calls that sum or move gradients in an autograd function's"
+        " backward are supported. Use weighting='world' with a loss that weighs samples itself."
     )
 
 

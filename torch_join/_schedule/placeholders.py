@@ -252,9 +252,9 @@ class WeighedLosses:
             return None
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
-                "The loss of a placeholder, which counts zero, has gradients that are NaN (0 times NaN) and would reach"
-                " all ranks: the placeholder has a NaN in it, or the loss divides by how much in it is not masked."
-                " Return other values, or divide by `max(count, 1)`."
+                "The placeholder's loss has zero weight, but its gradients are NaN (0 times NaN) and would reach all"
+                " ranks: the placeholder contains a NaN, or the loss divides by its number of unmasked items, which is"
+                " 0. Return another placeholder, or divide by `max(count, 1)`."
             )
         return finite(gradient) if not self.joined and self.factor == 0 else None
 

@@ -219,7 +219,7 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
         optimizer.step()
     ```
 
-    A weighting by count counts the window as a whole: a function gets the list, and `"samples"` adds up. So each
+    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the sizes. So each
     batch's mean loss is scaled by its share of its own rank's window, and the gradient is the mean over all ranks'.
 
     Args:

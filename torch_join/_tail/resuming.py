@@ -174,8 +174,9 @@ class NamedLoops:
             if name in self._left_out or name not in loaded["others"]:
                 raise JoinValueError(
                     f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'}, and {self.name!r}, in"
-                    " whose middle the state was written that join.load_state_dict() was given, has not gone on. Load"
-                    " it before the loops of the epoch in which it was written, which have the same names and order."
+                    " whose middle the state was saved that join.load_state_dict() got, has not been resumed. Load the"
+                    " state before the epoch's first loop, and run the epoch's loops under the same names in the same"
+                    " order."
                 )
             self._left_out.add(name)
             return True

@@ -377,8 +377,8 @@ def refused(rank: int, how: str) -> None:
 
 
 REFUSED = {
-    "nan": "which counts zero, has gradients that are NaN",
-    "masked": "which counts zero, has gradients that are NaN",
+    "nan": "has zero weight, but its gradients are NaN",
+    "masked": "has zero weight, but its gradients are NaN",
     "synced statistics": "SyncBatchNorm normalizes all ranks' samples",
     "metric": "A metric was given to Join, with placeholder=",
     "ahead": "was asked for before the backward of the previous one",

@@ -405,7 +405,7 @@ def test_what_is_no_prediction_of_the_last_run_raises_on_all_ranks(workers: Work
     first, second = workers.run(2, gather_badly)
     assert first == second
     texts = [
-        "Rank 1: There are predictions of [1] batches, by dataloader, and the trainer's last predict had [2]",
+        "Rank 1: The predictions do not match the trainer's last predict: they have [1] batches per dataloader",
         "Call it with return_predictions=True",
         "The predictions of rank 0 cannot be joined. Batch 0: predictions['loss'] is a tensor without dimensions",
         "Batch 0: predictions has 1 rows, and its batch 2",
