@@ -349,8 +349,8 @@ def _check_supported(trainer: Any) -> None:
         )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True starts again with smaller batches only on the rank that has run out of"
-            " memory. Find per_device_train_batch_size in one process, and set it."
+            f"{name}: auto_find_batch_size=True starts again with smaller batches only on the rank that lacks memory."
+            " Find per_device_train_batch_size in one process, and set it."
         )
 
 

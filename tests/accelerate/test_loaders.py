@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from tests.support.front_ends.accelerate import Stream, accelerator_of, dataset
 from tests.support.run import Run
 from tests.support.workers import Workers
+from torch_join import JoinWarning
 
 
 def override(rank: int, default: bool, fails: bool) -> list[Any]:
@@ -61,7 +62,7 @@ def mix(rank: int) -> tuple[list[str], list[int]]:
             for numbers, x, _ in stream:
                 model(x).sum().backward()
                 seen += numbers.tolist()
-        return [str(warning.message) for warning in caught if warning.category is UserWarning], seen
+        return [str(warning.message) for warning in caught if isinstance(warning.message, JoinWarning)], seen
 
 
 def test_a_mix_of_kinds_warns(workers: Workers) -> None:

@@ -46,8 +46,8 @@ class Dealer:
 
     def of(self, indices: Sequence[Any]) -> Any:
         """Return a sampler of these indices, in place of the loader's."""
-        own = self._batches
-        return indices if own is None else BatchSampler(indices, own.batch_size, own.drop_last)
+        own, rest = self._batches, Rest(indices)
+        return rest if own is None else BatchSampler(rest, own.batch_size, own.drop_last)
 
     def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], Tensor, Tensor]:
         """Return all items that this many ranks get, in order: the items, their ranks, and their places there.
@@ -108,6 +108,10 @@ def _counted(shares: Sequence[Sequence[Any]]) -> Counter[Any]:
 def _deals_in_turn(kind: type) -> bool:
     iterating = next(base for base in kind.__mro__ if "__iter__" in vars(base))
     return iterating.__module__.startswith(_IN_TURN)
+
+
+class Rest(list[Any]):
+    """A sampler of the remaining indices of this rank."""
 
 
 def dealer_of(loader: Any) -> Dealer | None:

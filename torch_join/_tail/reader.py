@@ -27,7 +27,10 @@ T = TypeVar("T")
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
 _MOST_PAUSE = 60.0  # seconds, between two checks by a rank that waits for the others' loaders
 # Samplers of these modules have exactly as many indices as their length.
-_EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler")
+_EXACT = (
+    *("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler"),
+    "torch_join._schedule.deals",
+)
 
 
 class Reader(Source, Generic[T]):
@@ -339,7 +342,7 @@ def draws_exactly(sampler: object) -> bool:
     """Whether a sampler, or a batch sampler's sampler, has exactly as many indices as it says: torch's or ours."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
-    return type(sampler) in (list, tuple, range) or type(sampler).__module__ in _EXACT
+    return type(sampler).__module__ in _EXACT
 
 
 def refuse_position(loader: object) -> None:

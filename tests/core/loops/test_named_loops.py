@@ -20,7 +20,6 @@ from tests.core.loops.test_positions import list_of
 from tests.support.other_ranks import BEHIND, EVALUATED, check, own
 from tests.support.workers import Workers
 from torch_join import Join, JoinMonitor
-from torch_join.integration import driver_of
 
 NAMES = ("first", "second", "validation")
 LENGTHS = ((0, 4, 6), (1, 0, 3), (3, 1, 0))  # of these loops, by rank
@@ -145,9 +144,3 @@ def test_an_iterator_that_is_held_goes_on_behind_a_with_that_was_disabled() -> N
             held = iter(join.batches([1, 2, 3]))
             assert next(held) == 1
         assert [*held] == [2, 3]
-
-
-def test_an_order_that_is_given_as_a_list_has_a_certain_length() -> None:
-    with Join([nn.Linear(1, 1)]) as join:
-        for _ in join.batches(DataLoader(range(5), sampler=[3, 1, 2])):
-            assert driver_of(join).certain_lengths == [3]

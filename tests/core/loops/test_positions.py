@@ -211,7 +211,7 @@ def refuse_order(rank: int, what: str) -> int:
     ("what", "message"),
     [
         ("zip", "A place in a zip, which is an iterator"),
-        ("out of order", "A place in a DataLoader with in_order=False"),
+        ("out of order", "The position in a DataLoader with in_order=False is unknown"),
         ("in a worker", "whose order is drawn from loader.dataset.random: a worker has a copy"),
         ("not asked", ""),
     ],
