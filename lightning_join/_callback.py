@@ -97,7 +97,7 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
     strategy = trainer.strategy
     name = type(strategy).__name__
     if isinstance(strategy, Joining) and strategy.undo is not None:
-        raise JoinValueError("The trainer has two JoinCallbacks, which might want different things. Leave one out.")
+        raise JoinValueError("The trainer has two JoinCallbacks, whose options may differ. Leave one out.")
     if isinstance(strategy, Joining):
         raise JoinTypeError(
             f"JoinCallback makes a plain strategy join, and the trainer's strategy is already a {name}. Leave the"

@@ -368,7 +368,9 @@ class Joins:
         """See `ActiveCollectives`, and `find_tail`."""
         if self._within is not None and self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
-                raise JoinError(f"Ranks did something together in {self._within} of batches. Do this after that loop.")
+                raise JoinError(
+                    f"The ranks met in a joint operation in {self._within} of batches. Move it after that loop."
+                )
         return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
 
     def find_placeholders(self) -> Operations | None:

@@ -188,7 +188,7 @@ class JoinEpochLoop(TrainingEpochLoop):
                 strategy.around_step.enter_context(skip)
                 strategy.around_step.enter_context(setting(trainer.precision_plugin, convert_input=_unchanged))
             return self._kept[0]
-        self._kept, self._had_batch = (None, None), True  # so that only one batch is in memory
+        self._kept, self._had_batch, self._has_joined = (None, None), True, False  # only one batch is in memory
         if self._has_transfer_hooks and not join.runs_placeholders:
             # A separate step: these hooks run only where there is a batch, and may issue collectives.
             strategy.around_step.enter_context(join.driver.step(join.active_ranks))

@@ -40,6 +40,7 @@ class Attendance(Driver):
         given: Everything passed to `Join`, in the same order on all ranks.
         members: Which ranks are active.
         tail: What to do when ranks join and when all have joined.
+        rebalancing: The rebalancing state that outlives a loop.
         telling: Reports errors raised inside it to the other ranks.
         place: Where this rank's own code is.
         loop: The current loop over `batches`, or the last one.

@@ -78,6 +78,7 @@ class BatchLoop:
         self.placeholders: PlaceholderLoop | None = None
         self.stopwatch: Stopwatch | None = None
         self._grad_enabled = torch.is_grad_enabled()
+        self._left_at = 0  # the steps that there were when this rank left by `break`
         self._even_until = 0  # every step before this one is even: all ranks have a batch, and more to come
 
     @property
@@ -300,6 +301,7 @@ class BatchLoop:
         (self.source or self.reader).leave()
         log.remember_gradients()
         lengths, ends_at = self.schedule.lengths, driver.step_number + 1
+        self._left_at = ends_at
         # If no rank can run out before another, no state will be handed over.
         ends = in_tail or lengths is None or min(lengths) <= ends_at < max(lengths)
         driver.tail.leave_early(watches=at_once and ends and driver.members.world_size > 1)
@@ -343,7 +345,7 @@ class BatchLoop:
         rebalancing = driver.rebalancing
         trains = bool(self.trains) if self.placeholders is None else self.placeholders.losses.trains
         if trains and driver.remarks is not None:
-            driver.remarks.end(driver.step_number)
+            driver.remarks.end(max(driver.step_number, self._left_at))
         stopwatch, self.stopwatch = self.stopwatch, None
         if stopwatch is None or (monitor := driver.options.monitor) is None:
             return

@@ -34,13 +34,9 @@ P = TypeVar("P", bound=Participant)
 class LoopDriver(Attendance):
     """The driver of user loops: those over `batches`, and plain loops, where each forward starts a step.
 
-    Args:
-        objects: Everything passed to `Join`.
-        options: The user's options.
-        group: The process group of the ranks that take part.
+    Made like `Attendance`.
 
     Attributes:
-        rebalancing: The rebalancing state that outlives a loop.
         named: The loops by name.
         unasked: What was noted when user code started a loop that it never asked for a batch.
         is_one_loop: Whether, on all ranks, the `with` contains one loop over `batches` and nothing else.
@@ -222,7 +218,7 @@ class LoopDriver(Attendance):
         """See `Join.weigh`."""
         if self.placeholders is not None:
             return self.placeholders.weigh(value)
-        raise JoinError("join.weigh() is for a loop with placeholder=. In others gradients are weighted by Join.")
+        raise JoinError("join.weigh() is for loops with placeholder=. In other loops Join weights the gradients.")
 
     def check_rows(self, rows: Any) -> None:
         """Raise if rows for `gather` include rows of placeholders from the loops that have ended.
@@ -276,7 +272,9 @@ class LoopDriver(Attendance):
         """See `Join.load_state_dict`."""
         if self.in_loop:
             with self.telling:
-                raise JoinError("join.load_state_dict() was called in a loop. Call it before the one that is to go on.")
+                raise JoinError(
+                    "join.load_state_dict() was called in a loop. Call it before the loop that is to resume."
+                )
         self.named.load(state)
         self.positions = self.named.current
 

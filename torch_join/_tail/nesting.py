@@ -23,7 +23,7 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
     """
     for other in _entered:
         if other.driver is driver:
-            raise JoinError("This Join is entered already. Enter it again after its `with`, or make another one.")
+            raise JoinError("This Join has already been entered. Enter it again after its `with`, or make another one.")
         shared = [thing for thing in objects if any(thing is one for one in other.objects)]
         if shared:
             raise JoinError(

@@ -45,7 +45,7 @@ class PositionExchange(Participant):
                 f"rank {rank}: {at}" for rank, at in zip(members.named(members.active), steps, strict=True)
             )
             raise JoinError(
-                f"{name} was called at different steps ({names}). All active ranks call it at the same one."
+                f"{name} was called at different steps ({names}). All active ranks must call it at the same step."
             )
         place = self.driver.find_place(which)  # may raise, so before the announcement
         self.announce(_PLACE, which)

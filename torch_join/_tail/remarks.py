@@ -85,7 +85,11 @@ class Remarks:
             "active": "each step is the mean over the ranks that have a batch.",
             "samples": "each sample counts the same.",
         }
-        text = meaning.get(weighting, "") if isinstance(weighting, str) else "each batch counts what that returns."
+        text = (
+            meaning.get(weighting, "")
+            if isinstance(weighting, str)
+            else "each batch has the weight that this function returns."
+        )
         return f"{name_of(weighting)}: {text}"
 
     def _say(self, text: str) -> None:

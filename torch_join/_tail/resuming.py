@@ -204,7 +204,7 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
     """
     if len({*loops}) > 1:
         said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
-        raise JoinValueError(f"The ranks begin loops of different names ({said}). Begin the same ones in one order.")
+        raise JoinValueError(f"The ranks start loops of different names ({said}). Start the same in one order.")
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
         at = {-1: "at none", OVER: "past its end"}

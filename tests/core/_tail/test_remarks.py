@@ -40,6 +40,8 @@ def train(
                     if way != "evaluation":
                         loss.backward()
                         optimizer.step()
+                    if way == "break" and join.step == 2:
+                        break
                 if own_join or index + 1 == len(epochs):
                     join.__exit__(None, None, None)
     return [re.sub(r"[\d.]+( s\b|%)", r"N\1", line) for line in lines]
@@ -62,7 +64,7 @@ WORLD = "weighting='world': their steps are scaled by 2/3; weighting='samples' c
 WEIGHTS: list[tuple[Weighting, str]] = [
     ("active", "weighting='active': each step is the mean over the ranks that have a batch."),
     ("samples", "weighting='samples': each sample counts the same."),
-    (rows, "weighting=rows: each batch counts what that returns."),
+    (rows, "weighting=rows: each batch has the weight that this function returns."),
 ]
 EPOCH = (
     "Epoch 0: 6 batches (0, 2, 4 on 3 ranks) in N s, N% of rank-seconds idle. Joined: rank 0 at batch 0 after N s,"
@@ -93,3 +95,11 @@ def test_what_is_no_epoch(workers: Workers) -> None:
     assert workers.run(3, train, [LENGTHS], False, "evaluation", False, {}) == [[], [], []]
     _, second, third = workers.run(3, train, [LENGTHS], False, "plain for", False, {})
     assert (second, third) == ([f"Rank 0 has run out of batches; 2 of 3 ranks still have some. {WORLD}"], [])
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("options", [{}, {"may_break": True}])
+def test_a_loop_that_is_left_counts_its_last_batch(workers: Workers, iterable: bool, options: dict[str, Any]) -> None:
+    *_, (line,) = workers.run(3, train, [LENGTHS], iterable, "break", False, options)
+    assert line.startswith("Epoch 0: 5 batches (0, 2, 3 on 3 ranks)")
+    assert ("rebalance=True" in line) == (options == {})  # which `may_break` does not go with

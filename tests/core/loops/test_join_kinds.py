@@ -231,7 +231,7 @@ def nested(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("itself", "This Join is entered already"),
+        ("itself", "This Join has already been entered"),
         ("shared", "DistributedDataParallel was given to two nested Joins"),
         ("inside", "entered inside another Join's loop"),
     ],
