@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.workers import Workers
 from torch_join import Join, JoinValueError, UnpaddedDistributedSampler, UnsupportedError
-from torch_join.integration import Reader, RefillGuard, refuse_position
+from torch_join.integration import Reader, RefillGuard, dealer_of, refuse_position
 
 
 class Loader:
@@ -365,6 +365,13 @@ def test_lengths_that_are_certain() -> None:
     for loader, length in loaders.items():
         assert Reader(loader).certain_length() == length, loader
     assert Reader([1, 2]).certain_length() == 2
+    for batches in (None, BatchSampler(even, 2, drop_last=False)):  # what is left of an epoch of other ranks
+        dealer = dealer_of(
+            DataLoader(data, sampler=even) if batches is None else DataLoader(data, batch_sampler=batches)
+        )  # type: ignore[arg-type]
+        rest: Any = dealer.of([5, 1, 3])
+        left = DataLoader(data, sampler=rest) if batches is None else DataLoader(data, batch_sampler=rest)  # type: ignore[arg-type]
+        assert Reader(left).certain_length() == (3 if batches is None else 2)
 
 
 class Backwards(DataLoader[Any]):
