@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.covering import mark_others_long
+from tests.covering import is_in, mark_others_long
 from tests.cpu_only import why_only_on_a_cpu
 
 if TYPE_CHECKING:
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of the tests; a test stays in its part")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` leave something out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_others_long(items)
+    if part := config.getoption("--slice"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_in(part, item.nodeid)])
+        items[:] = [item for item in items if is_in(part, item.nodeid)]
     # First the examples, of which each takes half a minute: else one process runs them at the end, and the other waits.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/repository/"))
     if os.environ.get("TORCH_JOIN_TEST_DEVICE", "cpu") == "cpu":

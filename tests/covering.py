@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -47,6 +48,14 @@ def mark_others_long(items: Sequence[pytest.Item]) -> None:
         for place, case in enumerate(short):
             if place not in chosen:
                 case.add_marker(pytest.mark.long)
+
+
+def is_in(part: str, name: str) -> bool:
+    """Return whether a test is in a part such as `"3/40"`, the third of 40. Its part depends on its name alone."""
+    number, count = map(int, part.split("/"))
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--slice {part}: give K/N with 1 <= K <= N, as in 3/40")
+    return crc32(name.encode()) % count == number - 1
 
 
 def others_long(values: Iterable[Any], *short: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 Workers are started once and reused, since importing Lightning costs seconds. Every run gets a fresh
 process group (gloo on the loopback interface, rendezvous through a file: no ports). A run that
 outlasts its deadline is stopped: every rank's stack is printed, all workers are killed and replaced.
+On a busy machine all times are longer, see `patience`.
 """
 
 import contextlib
@@ -39,8 +40,16 @@ _CONTEXT.set_forkserver_preload(_PRELOADED)
 lend_events_to_the_cpu()
 
 _MOST_THREADS = 64  # three for each group that is kept
+_USUAL_LOAD = 3  # processes for each core, as `scripts/test` has them
 
 _started = [0.0]  # when this worker's function began, or had its connections
+
+
+def patience() -> float:
+    """Return how much more time than usual a test has: the machine's load, or what `JOIN_TEST_PATIENCE` says."""
+    if given := os.environ.get("JOIN_TEST_PATIENCE"):
+        return float(given)
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / _USUAL_LOAD)
 
 
 class WorkerError(AssertionError):
@@ -58,7 +67,7 @@ class Outcome:
     value: Any = None
     error: str = ""  # "Type: message", with the causes that it was raised from
     trace: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # until it raised, divided by `patience`
     ends: bool = False  # the process ends with it: torch cannot begin anew after half a process group
 
 
@@ -108,10 +117,10 @@ class Workers:
             world_size: Number of ranks.
             function: A function of a module, so that it can be pickled.
             *args: Its arguments after the rank.
-            deadline: Seconds after which the ranks are killed.
+            deadline: Seconds after which the ranks are killed, times `patience`.
             store: What the process group is built from: `"file"`, `"tcp"` (a port of the system's choice),
                 or `""` for no process group.
-            timeout: The process group's timeout in seconds.
+            timeout: The process group's timeout in seconds, times `patience`.
 
         Raises:
             DeadlineError: Some rank did not come back in time.
@@ -119,6 +128,8 @@ class Workers:
         if world_size > self._most:
             raise ValueError(f"These are {self._most} workers, not {world_size}.")
         self._runs += 1
+        slower = patience()
+        deadline, timeout = deadline * slower, timeout * slower
         rendezvous = Path(self._folder.name) / f"store-{self._runs}"
         for rank in range(world_size):
             self._ensure(rank)
@@ -145,7 +156,7 @@ class Workers:
                     process.join()
         if any(outcome.ends and outcome.error for outcome in outcomes.values()):
             self._kill()  # what is left of a process group whose peers have gone may take all of a core
-        return [outcomes[rank] for rank in range(world_size)]
+        return [replace(outcomes[rank], seconds=outcomes[rank].seconds / slower) for rank in range(world_size)]
 
     def pid(self, rank: int) -> int:
         """Return the process of `rank`."""
