@@ -87,10 +87,10 @@ def _context(
     given = [] if joinables is None else listed(joinables)
     if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
-            "A weighting by a function, with gradient_accumulation_steps > 1: each step of a window would be weighted"
-            " by its own count, not by the window's. Use gradient_accumulation_steps=1 and `for window in"
-            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but the"
-            " last."
+            "A weighting function cannot be used with gradient_accumulation_steps > 1: it would weight each batch by"
+            " its own count instead of the count of the accumulation window. Use gradient_accumulation_steps=1 and `for"
+            " window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
+            " batches but the last."
         )
     context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)
@@ -304,9 +304,9 @@ class AcceleratorContext:
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, [*given, *_compat.registered(accelerator)])):
             raise JoinTypeError(
-                "A loader is among the joinables, which are models, optimizers and whatever else is the same on all"
-                " processes. Leave it out, and loop over it in the context: `for batch in loader`. To have each process"
-                " save where it is, register it with accelerate_join.Accelerator."
+                "A loader is in the list of joinables, which takes models, optimizers and other objects that are the"
+                " same on all processes. Leave the loader out and iterate over it in the context: `for batch in"
+                " loader`. To save its position on each process, register it with accelerate_join.Accelerator."
             )
         prepared = prepared_by(accelerator, given) if enable else []
         progress = Progress(accelerator, self._find_loader)

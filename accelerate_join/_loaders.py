@@ -94,9 +94,9 @@ class PreparedReader(Reader[Any]):
 
     def place(self) -> LoaderPlace:
         raise UnsupportedError(
-            "join.state_dict() was called in a loop over a loader that Accelerate has prepared, and only Accelerate"
-            " knows that loader's position. Use accelerator.save_state and load_state, or loop over a loader of your"
-            " own, `join.batches(loader)`."
+            "join.state_dict() was called in a loop over a loader that Accelerate has prepared, whose position only"
+            " Accelerate knows. Use accelerator.save_state and load_state, or iterate over your own loader with"
+            " `join.batches(loader)`."
         )
 
     @property
@@ -123,8 +123,8 @@ class PreparedReader(Reader[Any]):
         refuse_position(loader.base_dataloader)
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
-                "rebalance=True cannot be combined with a loader over an iterable dataset that skips batches: it would"
-                " skip the batches it receives from other ranks. Start the dataset where training resumes."
+                "rebalance=True cannot be combined with a loader that skips the first batches of an iterable dataset:"
+                " it would skip batches that other ranks send. Start the dataset at the place where training resumes."
             )
         # Taken before Accelerate places them on a device, and returned when it reads its next one.
         self._iterator = self._own
@@ -388,9 +388,9 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, processes) > 1:
         raise JoinError(
-            f"The sampler of a prepared loader is {type(sampler).__name__}, which gives this process 1 of"
-            f" {sampler.num_replicas} samples. Accelerate deals these out to {processes} processes once more, so most"
-            " samples would never be seen. Leave this sampler out; or do not prepare the loader, and loop over"
+            f"The sampler of a prepared loader is {type(sampler).__name__}, which already gives this process 1 of"
+            f" {sampler.num_replicas} samples. Accelerate splits these among {processes} processes again, so most"
+            " samples would never be used. Remove this sampler; or do not prepare the loader, and iterate over"
             " join_batches(loader)."
         )
 
@@ -416,9 +416,9 @@ class _SizeCheckingSampler:
         for index, batch in enumerate(self._sampler):
             if unequal >= 0:
                 raise JoinError(
-                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {unequal} has"
-                    " another size and is not its last, so Accelerate would silently leave out batches. Remove the"
-                    " attribute `batch_size` (or set it to None) on a batch sampler whose batches vary in size."
+                    f"{type(self._sampler).__name__} has batch_size={self.batch_size}, but its batch {unequal}, which"
+                    " is not the last one, has a different size, so Accelerate would silently drop batches. If the"
+                    " batch sampler's batches vary in size, delete its `batch_size` attribute or set it to None."
                 )
             if index % self._batches_per_round == self._last_of_round and len(batch) != self.batch_size:
                 unequal = index

@@ -175,7 +175,7 @@ class Operations(ActiveOperations, Participant):
         if place is None:
             raise JoinError(
                 f"{name} was called with a sharded {type(model).__name__} that accelerator.prepare did not return, so a"
-                " joined rank cannot tell which model is meant. Pass the prepared model."
+                " joined rank cannot identify the model. Pass the prepared model."
             )
         with self._together(_CALL, (name, place, args, kwargs)):
             return self._call(name, (model, *args), kwargs)

@@ -86,9 +86,9 @@ def going_through(
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
     if waiting.get(_MARK, 1) > 1 and not deals_out(loader):
         raise JoinError(
-            "accelerator.load_state was called before join_uneven_inputs, and gave all processes one process's position"
-            " in the loader. Use accelerate_join.Accelerator, or call load_state in the context, where each process"
-            " gets its own."
+            "accelerator.load_state was called before join_uneven_inputs, so all processes got the loader position of"
+            " one process. Use accelerate_join.Accelerator, or call load_state inside the context, where each process"
+            " gets its own position."
         )
     known = known_as(loader, _compat.loaders(accelerator))
     place = _loaded.pop(known, None) or {"amid": False, "has_no_rest": False, "deals": []}
@@ -162,9 +162,9 @@ def refuse_unsaved(accelerator: accelerate.Accelerator, loader: PreparedLoader |
     """
     if _is_stateful(loader) and all(loader is not known for known in _compat.loaders(accelerator)):
         raise UnsupportedError(
-            "save_state was called in a loop over a stateful DataLoaderShard that was not prepared: the checkpoint"
-            " would lack its position. Pass it to accelerate_join.Accelerator.register_for_checkpointing, which shards"
-            " nothing, or leave out use_stateful_dataloader=True."
+            "save_state was called in a loop over a stateful DataLoaderShard that was not prepared, so the checkpoint"
+            " would lack its position. Pass the loader to accelerate_join.Accelerator.register_for_checkpointing (which"
+            " does not shard it), or remove use_stateful_dataloader=True."
         )
 
 

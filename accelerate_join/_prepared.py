@@ -46,7 +46,7 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
             raise UnsupportedError(
                 f"{name}: with this parallelism_config"
                 f" ({', '.join(f'{name}_size > 1' for name in config.non_dp_dim_names)}) several ranks compute each"
-                f" batch together, in collectives of their own. {_INSTEAD}."
+                f" batch together, with their own collectives. {_INSTEAD}."
             )
         if kind != DistributedType.FSDP:
             raise UnsupportedError(
@@ -94,8 +94,8 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
         if len(found) > 1:
             raise JoinError(
                 f"A prepared {type(found[0].module).__name__} is wrapped by {len(found)} DistributedDataParallel"
-                " models, and nobody knows which of them the loop calls. Delete the others, call"
-                " accelerator.free_memory() before you prepare it again, or prepare the model and not its wrapper."
+                " models, so it is unclear which one the loop calls. Delete the others, call accelerator.free_memory()"
+                " before you prepare the model again, or prepare the model instead of its wrapper."
             )
         models += found  # a model that needs no gradient is not wrapped, and issues no collectives
     inner = [*_compat.optimizers(accelerator), *_compat.schedulers(accelerator)]

@@ -253,8 +253,8 @@ class Joining(JoiningStrategy):
             output = own(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
-                "training_step returned None, but with placeholder= each step needs all ranks. Return a loss of zero"
-                " that depends on the model's output (`0.0 * output.sum()`), or leave such batches out of the"
+                "training_step returned None, but with placeholder= all ranks must take part in each step. Return a"
+                " zero loss that depends on the model's output (`0.0 * output.sum()`), or remove such batches from the"
                 " dataloader."
             )
         return output

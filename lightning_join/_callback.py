@@ -100,8 +100,8 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
         raise JoinValueError("The trainer has two JoinCallbacks, whose options may differ. Leave one out.")
     if isinstance(strategy, Joining):
         raise JoinTypeError(
-            f"JoinCallback makes a plain strategy join, and the trainer's strategy is already a {name}. Leave the"
-            f" callback out and give its arguments to {name}."
+            f"JoinCallback makes a plain strategy join, but the trainer's strategy is already a {name}. Remove the"
+            f" callback and pass its arguments to {name}."
         )
     if _joining_of(strategy) is None:
         plain = ", ".join(each.__name__ for each in JOINING)

@@ -21,8 +21,8 @@ def check_strategy(strategy: DDPStrategy) -> None:
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
     if local_sgd or strategy._model_averaging_period is not None:
         raise UnsupportedError(
-            "Post-local SGD averages parameters after a number of steps that each rank counts by itself, and with"
-            " uneven inputs these counts diverge. Leave out `model_averaging_period` and the post-local SGD hook."
+            "Post-local SGD averages parameters after a number of steps that each rank counts for itself. With uneven"
+            " inputs these counts diverge. Remove `model_averaging_period` and the post-local SGD hook."
         )
 
 
@@ -33,8 +33,8 @@ def check_module(module: LightningModule) -> None:
             continue
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
             raise UnsupportedError(
-                f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so nobody"
-                " knows ahead when this rank runs out. Take `batch` instead."
+                f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so the other"
+                " ranks cannot know when this rank runs out. Take `batch` instead."
             )
 
 
@@ -52,11 +52,11 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
-                "LBFGS evaluates its closure as often as each rank's own loss asks for, so ranks fall out of step."
-                " Use an optimizer that takes one gradient per step."
+                "LBFGS evaluates its closure a number of times that depends on each rank's own loss, so the ranks would"
+                " get out of step. Use an optimizer that evaluates the closure once."
             )
         if getattr(optimizer, "_overlap_with_ddp", False):
             raise UnsupportedError(
-                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward. Use"
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward. Set"
                 " overlap_with_ddp=False."
             )

@@ -111,9 +111,10 @@ class ActiveCollectives:
             return
         said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` takes tensors of one shape, and the ranks' differ: {said}. No sample is repeated to make the"
-            " ranks' numbers equal. If only the numbers of rows differ, use the strategy's `gather_rows(tensor)`"
-            " (`self.trainer.strategy`, `fabric.strategy`), which returns the rows of all ranks in one tensor."
+            f"`all_gather` needs tensors of the same shape, but they differ between ranks: {said}. (Samples are never"
+            " repeated to make the numbers equal.) If only the numbers of rows differ, call `gather_rows(tensor)` of"
+            " the strategy (`self.trainer.strategy`, `fabric.strategy`), which returns the rows of all ranks in one"
+            " tensor."
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
@@ -138,8 +139,8 @@ def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
         values |= {"min": limits.max, "max": limits.min}
     if name not in values:
         raise UnsupportedError(
-            f"A reduction by {reduce_op!r} cannot leave out the rank that runs a placeholder now. Only means, sums,"
-            " products, minima and maxima can: they have a neutral value."
+            f"A reduction with {reduce_op!r} cannot exclude this rank, which is running a placeholder. Only mean, sum,"
+            " product, min and max can: they have a neutral value."
         )
     return torch.full_like(tensor, values[name])
 

@@ -86,9 +86,9 @@ class JoinMonitor(Callback):
         if not (joins or upgraded or isinstance(strategy, SingleDeviceStrategy)):
             disabled = " with enable=False" if isinstance(strategy, Joining) else ""
             raise JoinTypeError(
-                f"JoinMonitor shows how ranks join, and a {type(strategy).__name__}{disabled} does not join. Use"
-                " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or leave"
-                " JoinMonitor out."
+                f"JoinMonitor shows how ranks join, but {type(strategy).__name__}{disabled} does not join. Use"
+                " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or remove"
+                " JoinMonitor."
             )
         strategy.monitored = stage == "fit"
 

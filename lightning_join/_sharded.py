@@ -42,17 +42,17 @@ class Sharded(Joining):
             return
         if not (is_sharded_model(model) or is_engine(model)):  # an engine averages in each stage
             raise UnsupportedError(
-                f"{type(self).__name__} finds nothing in {type(module).__name__} that FSDP has sharded:"
-                " nobody averages its gradients. Call `fully_shard` in configure_model (over the data-parallel"
-                " dimension of self.device_mesh), or use strategy='ddp_join'."
+                f"{type(module).__name__} has no module that FSDP has sharded, so {type(self).__name__} would never"
+                " average its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
+                " self.device_mesh), or use strategy='ddp_join'."
             )
         if not fitting:
             follow_sharded_model(self.driver, model)
             return
         if not module.automatic_optimization:
             raise UnsupportedError(
-                f"{type(module).__name__} optimizes manually, which a rank without a batch cannot follow where the"
-                " model is sharded. Use automatic optimization, or strategy='ddp_join'."
+                f"{type(module).__name__} optimizes manually, and a rank without a batch cannot follow that with a"
+                " sharded model. Use automatic optimization, or strategy='ddp_join'."
             )
         self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())
 
@@ -67,9 +67,9 @@ class Sharded(Joining):
         if output is None or (isinstance(loss, Tensor) and not leads_to(loss)):
             what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
-                f"training_step returned {what}, and the other ranks' backward needs this rank's shards at each of its"
-                " steps. Return a loss of zero that depends on the model's output (`0.0 * output.sum()`), or leave such"
-                " batches out of the dataloader."
+                f"training_step returned {what}, but the other ranks' backward needs this rank's shards in every step."
+                " Return a zero loss that depends on the model's output (`0.0 * output.sum()`), or remove such batches"
+                " from the dataloader."
             )
         return output
 

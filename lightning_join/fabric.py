@@ -86,8 +86,8 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
         found = super().setup_module(module)
         if not is_sharded_model(found):
             raise UnsupportedError(
-                f"{type(self).__name__} finds nothing in {type(module).__name__} that is sharded: nobody averages its"
-                " gradients. Call `fully_shard` in parallelize_fn, or before the set-up (over the data-parallel"
+                f"{type(module).__name__} has no sharded module, so {type(self).__name__} would never average its"
+                " gradients. Call `fully_shard` in parallelize_fn, or before the setup (over the data-parallel"
                 " dimension of fabric.strategy.device_mesh), or use strategy='ddp_join'."
             )
         return found

@@ -52,11 +52,11 @@ IN_LOCKSTEP = ("lightning", "transformers")
 ALL = (*OF_OWN_LOOPS, *IN_LOCKSTEP)
 # The fault, the front ends that find it, and a part of the error, which all ranks raise.
 REFUSED = [
-    ("MonitorOnOne", OF_OWN_LOOPS, "All ranks must give Join the same joinables in the same order"),
-    ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, and not of rank 0."),
+    ("MonitorOnOne", OF_OWN_LOOPS, "All ranks must pass Join the same joinables in the same order"),
+    ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, but not of rank 0."),
     ("Window", ("plain", "fabric"), "holds gradients that its optimizer has not stepped with"),
     ("Window", ("sharded",), "has joined while it holds a gradient that no sync has averaged yet"),
-    ("MockGiven", OF_OWN_LOOPS, "A Mock is among the joinables"),
+    ("MockGiven", OF_OWN_LOOPS, "A Mock is in the list of joinables"),
     ("MockGiven", ("lightning",), "got Mock"),
     ("OwnRate", ALL, "The ranks' optimizers differ"),
     ("Raises", ALL, "RuntimeError: out of luck"),

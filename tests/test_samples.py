@@ -335,7 +335,7 @@ RELOAD = "`reload_dataloaders_every_n_epochs=1`"
 LONG, SHORT = "`__len__` of a stream, a sampler or a loader: too large", "the same: too small"
 LONG_DATA, SHORT_DATA = "`__len__` of a dataset with indices: too large", "that one: too small"
 
-TWICE = "which gives this process 1 of 3 samples. Accelerate deals these out to 3 processes once more"
+TWICE = "which already gives this process 1 of 3 samples. Accelerate splits these among 3 processes again"
 DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
 FILLED_UP = "fill up their last batches with samples that are there already"
 SAID, LEFT = "said it had 6 batches and yielded 4", "have batches left after 2 steps"

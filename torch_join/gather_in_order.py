@@ -157,7 +157,7 @@ def _prepare(
 ) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
     """Return the message; by path, a tensor's bytes (rows, bytes of a row) or a pickled list's; and all indices."""
     if indices is not None and len(indices) != len(batches):
-        raise JoinValueError(f"There are indices of {len(indices)} batches, and {what} of {len(batches)}.")
+        raise JoinValueError(f"There are indices of {len(indices)} batches, but {what} of {len(batches)}.")
     known = None if indices is None else [_as_indices(each) for each in indices]
     parts: list[Rows] = []
     for number, batch in enumerate(batches):
@@ -180,7 +180,7 @@ def _prepare(
 def _as_indices(of_batch: Any) -> Tensor:
     given = of_batch.flatten().tolist() if isinstance(of_batch, Tensor) else [*of_batch]
     if any(isinstance(index, bool) or not hasattr(index, "__index__") for index in given):
-        raise JoinTypeError(f"Indices are whole numbers, not {given[:3]}.")
+        raise JoinTypeError(f"Indices must be integers, not {given[:3]}.")
     return torch.tensor([int(index) for index in given], dtype=torch.int64, device="cpu")
 
 
@@ -201,7 +201,7 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
         if each.error:
             raise JoinValueError(f"The {what} of rank {number} cannot be joined. {each.error}")
     if any(each.way != everyone[0].way for each in everyone):
-        raise JoinValueError(f"All ranks must ask for the {what} in the same way (`rank=`, and how they are ordered).")
+        raise JoinValueError(f"All ranks must request the {what} in the same way (`rank=`, and how they are ordered).")
     having = [number for number, each in enumerate(everyone) if each.tree is not None]
     if not having:
         return None
@@ -211,7 +211,7 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
     without = [number for number in having if not everyone[number].has_indices]
     if 0 < len(without) < len(having):
         raise JoinValueError(
-            f"{name_ranks(without).capitalize()} gave no indices, and others did. Give them on all ranks that have a"
+            f"{name_ranks(without).capitalize()} passed no indices, but others did. Pass them on all ranks that have a"
             " batch, or on none."
         )
     return first.tree

@@ -63,8 +63,8 @@ class Loop(Generic[T]):
         if self.distributed:
             if dist.group.WORLD is None:
                 raise JoinError(
-                    "A loop whose ranks serve each other was started without a process group. Call fabric.launch(), or"
-                    " make the Accelerator, before the loop, and destroy the group after it."
+                    "A joining loop was started without a process group. Call fabric.launch(), or create the"
+                    " Accelerator, before the loop, and destroy the group after it."
                 )
             _end_at_exit()
             ticket = _unbegun.setdefault(self.owner, Unbegun()).add(
@@ -284,8 +284,8 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
     for loop in list(_loops.values()):
         if error is None and loop.driver is not None:  # if others continue, this rank would have to follow their steps
             loop.driver.tail.refusal = JoinError(
-                "The process left a loop that others continued, and ended. What it did after the loop used outdated"
-                f" parameters. Call {loop.advice}, or anything else that processes do together, after the loop."
+                "The process left a loop that others continued, and exited. After the loop it used outdated parameters."
+                f" Call {loop.advice}, or another operation that all processes share, after the loop."
             )
         attempt(partial(loop.leave, error))
     if error is None:

@@ -230,7 +230,9 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             files.append(file)
             said, of_rank = _read_end(file)
             if said != name:
-                raise JoinValueError(f"{file.name} is not what rank {rank} has written: they need one file system.")
+                raise JoinValueError(
+                    f"{file.name} is not what rank {rank} has written: all ranks need the same file system."
+                )
             written.append(of_rank)
         with open(new, "wb", buffering=_BUFFER) as out:
             out.write(_MAGIC)
@@ -244,7 +246,7 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             out.write(_END.pack(end))
         os.replace(new, path)
     except FileNotFoundError as error:
-        raise JoinValueError(f"{error.filename} is not there: all ranks need one file system.") from error
+        raise JoinValueError(f"{error.filename} does not exist: all ranks need the same file system.") from error
     finally:
         for file in files:
             file.close()
@@ -333,7 +335,7 @@ class FileRows(Sequence[Any]):
             return _sample_of(self._section.tree, row)
         first, last, step = at.indices(len(self))
         if step != 1:
-            raise JoinValueError(f"Rows are read one after the other, and not in steps of {step}.")
+            raise JoinValueError(f"Rows can only be read with a step of 1, not {step}.")
         section: _Section = self._section
         if section.tree is None:
             return None
@@ -370,6 +372,6 @@ def read_rows(path: str | os.PathLike[str]) -> list[FileRows]:
     """
     with open(path, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise JoinValueError(f"{path} is no file of rows that this version can read.")
+            raise JoinValueError(f"{path} is not a file of rows that this version can read.")
         sections = _read_end(file)
     return [FileRows(Path(path), section) for section in sections]

@@ -85,8 +85,8 @@ class JoinTrainerMixin:
         bases = cls.__mro__
         if Trainer in bases and bases.index(Trainer) < bases.index(JoinTrainerMixin):
             raise JoinTypeError(
-                f"{cls.__name__}: JoinTrainerMixin follows Trainer among its bases, and so has no effect. Put it before"
-                " the trainer's class."
+                f"{cls.__name__}: JoinTrainerMixin comes after Trainer in the list of base classes, where it has no"
+                " effect. Put it before the trainer class."
             )
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # a subclass's own loaders are evened, too
@@ -339,18 +339,20 @@ def _check_supported(trainer: Any) -> None:
     _prepared.check_supported(trainer.accelerator, name)
     if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
         raise UnsupportedError(
-            f"{name} generates and scores with all ranks before each step, in groups that a rank without a batch would"
-            " leave incomplete. Give all ranks the same number of prompts, and use it without JoinTrainerMixin."
+            f"{name} generates and scores with all ranks before each step, in process groups that a rank without a"
+            " batch would leave incomplete. Give all ranks the same number of prompts, and use it without"
+            " JoinTrainerMixin."
         )
     if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
         raise UnsupportedError(
-            f"{name}: in a tensor-parallel model several ranks compute each batch together. Shard it by FSDP, or give"
-            " all ranks the same number of batches and leave JoinTrainerMixin out."
+            f"{name}: the ranks of a tensor-parallel model compute each batch together, so none of them can finish"
+            " first. Shard the model with FSDP, or give all ranks the same number of batches and remove"
+            " JoinTrainerMixin."
         )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True starts again with smaller batches only on the rank that lacks memory."
-            " Find per_device_train_batch_size in one process, and set it."
+            f"{name}: auto_find_batch_size=True restarts training with smaller batches only on the rank that ran out of"
+            " memory. Find per_device_train_batch_size in a single process, and set it."
         )
 
 
@@ -374,9 +376,9 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
         return
     if getattr(arguments, "precompute_ref_log_probs", False):
         raise UnsupportedError(
-            "precompute_ref_log_probs=True cannot be combined with own_shards=True: it computes them for one dataset"
-            " that all ranks share. Compute them in one process before, as columns of each shard, or leave one of the"
-            " two out."
+            "precompute_ref_log_probs=True cannot be combined with own_shards=True: it computes the log probabilities"
+            " of a single dataset that all ranks share. Compute them beforehand in a single process, as columns of each"
+            " shard, or remove one of the two options."
         )
     if not _compat.looks_at_samples(trainer):
         return
@@ -387,8 +389,8 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
     lacking = [f"{' and '.join(names)} of rank {rank}" for rank, names in enumerate(everyone) if names]
     if lacking:
         raise UnsupportedError(
-            f"{type(trainer).__name__} reads the first sample of each dataset when it is created, and there is none in"
-            f" {', '.join(lacking)}. Give each rank at least one sample."
+            f"{type(trainer).__name__} reads the first sample of each dataset when it is created, but"
+            f" {', '.join(lacking)} is empty. Give each rank at least one sample."
         )
 
 

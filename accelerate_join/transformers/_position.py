@@ -167,8 +167,8 @@ class Position:
         place = places[rank] if rank < world else None
         if None in places and any(each is not None and each["deals"] for each in places):
             raise UnsupportedError(
-                f"The checkpoint lacks join_position_<rank>.bin of some of {world} ranks. Another number of ranks"
-                f" started the epoch, so what is left is not known without them. Copy these files, or {_INSTEAD}."
+                f"The checkpoint lacks the files join_position_<rank>.bin of some of {world} ranks. They are needed"
+                f" because the epoch was started by a different number of ranks. Copy these files, or {_INSTEAD}."
             )
         if world != self._accelerator.num_processes:
             known: Any = next(each for each in places if each is not None)

@@ -240,9 +240,9 @@ class Run:
         loader = self._trainer.callback_handler.train_dataloader
         if step is None and (isinstance(loader, EvenedLoader) if trains else self._evaluation is not None):
             raise JoinError(
-                f"{type(self._trainer).__name__} got a batch in {'training_step' if trains else 'prediction_step'} that"
-                " its dataloader has not yielded, or in another order, so nobody knows which ranks have one. Change"
-                " batches in the collator or in `_prepare_inputs`, and not in `get_batch_samples`."
+                f"{type(self._trainer).__name__}'s {'training_step' if trains else 'prediction_step'} got a batch that"
+                " its dataloader did not yield, or batches in a different order, so it is unclear which ranks have one."
+                " Change batches in the collator or in `_prepare_inputs`, not in `get_batch_samples`."
             )
         return step
 
@@ -267,9 +267,9 @@ class Run:
         ddp = _prepared.unwrap(wrapper)
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinError(
-                f"{type(trainer).__name__} trains a {type(ddp).__name__} that no DistributedDataParallel wraps, so"
-                " nobody averages the ranks' gradients. Give it a model that has trainable parameters and has not been"
-                " prepared before."
+                f"{type(trainer).__name__} trains a {type(ddp).__name__} that is not wrapped in"
+                " DistributedDataParallel, so gradients are never averaged. Pass a model that has trainable parameters"
+                " and has not been prepared before."
             )
         self._model = ddp.module
         if wrapper is not ddp:  # compiled, and so is the model inside
@@ -309,7 +309,8 @@ class Run:
         if (self._computed, self._backwards) != (1, 1):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
-                f" accelerator.backward {self._backwards} times; a rank without a batch takes part in one of each."
+                f" accelerator.backward {self._backwards} times. Call each of them once: a rank without a batch follows"
+                " one call."
             )
         return _shown(loss, shown)
 
@@ -378,8 +379,8 @@ class Run:
         self._computed += 1
         if self._computed > 1 and not (self._join is not None and self._join.runs_placeholders):
             raise UnsupportedError(
-                f"{type(self._trainer).__name__}.training_step calls compute_loss twice; a rank without a batch takes"
-                " part in one call. Compute the sum of the losses in one."
+                f"{type(self._trainer).__name__}.training_step calls compute_loss twice, but a rank without a batch"
+                " follows one call. Compute the sum of the losses in a single call."
             )
         self._around_step.close()
         join = self._join
@@ -422,8 +423,8 @@ class Run:
             if weighting in ("active", "samples"):
                 raise UnsupportedError(
                     f"weighting={weighting!r}: {type(trainer).__name__} already divides the loss by the number of items"
-                    " in all ranks' batches (num_items_in_batch). Use weighting='world', or a function that counts a"
-                    " batch in Trainer's place. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
+                    " in all ranks' batches (num_items_in_batch). Use weighting='world', or a function that counts"
+                    " items in place of Trainer. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
                     " False on the trainer."
                 )
             # Otherwise a rank divides by the items of its micro-batches, and those of a window are one loss.
@@ -466,13 +467,13 @@ class Run:
             return None
         if not self._trainer.args.average_tokens_across_devices:
             raise UnsupportedError(
-                "weighting by a function cannot be combined with average_tokens_across_devices=False, which divides by"
-                " each rank's own number of items. Leave one of them out."
+                "A weighting function cannot be combined with average_tokens_across_devices=False, which divides the"
+                " loss by each rank's own number of items. Remove one of them."
             )
         if not self._window_total:
             raise JoinValueError(
-                "By `weighting` all batches of a step count 0, and Trainer would divide their loss by that. Leave such"
-                " batches out of the dataloader."
+                "`weighting` counted 0 for all batches of a step, and Trainer would divide their loss by that. Remove"
+                " such batches from the dataloader."
             )
         return torch.as_tensor(self._window_total, device=self._trainer.args.device)
 

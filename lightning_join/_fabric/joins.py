@@ -146,9 +146,9 @@ class Joins:
         for loader in loaders:
             if not isinstance(_compat.unwrap_objects(loader), JoinedLoader):
                 raise JoinError(
-                    f"fabric.strategy.joining was given a {type(loader).__name__}, which Fabric has not set up: no rank"
-                    " would serve in a loop over it. Give what fabric.setup_dataloaders or fabric.strategy.batches has"
-                    " returned."
+                    f"fabric.strategy.joining got a {type(loader).__name__} that Fabric has not set up, so no rank"
+                    " would serve in its loop. Pass the return value of fabric.setup_dataloaders or"
+                    " fabric.strategy.batches."
                 )
         join = join_with(self.options, self._taking_part())
         with self._context(join):

@@ -90,9 +90,9 @@ def _find_metric(meta: Metadata, module: Any) -> Any:
         return module.get_submodule(meta.metric_attribute)
     except AttributeError:
         raise UnsupportedError(
-            f"Other ranks have logged a metric as {meta.name!r}, which is their attribute {meta.metric_attribute!r}."
-            " This rank logged none (usually it had no batch) and has no such attribute, so it cannot take part in its"
-            " value. Make the metric an attribute of the LightningModule on every rank, in its __init__."
+            f"Other ranks logged a metric as {meta.name!r}: their attribute {meta.metric_attribute!r}. This rank logged"
+            " none (usually because it had no batch) and has no such attribute, so it cannot contribute. Create the"
+            " metric in the LightningModule's __init__, on every rank."
         ) from None
 
 

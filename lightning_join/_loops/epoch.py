@@ -204,9 +204,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         batch = self._kept[0] if join.joined else move(*args, **kwargs)
         if batch is None and not join.joined:
             raise UnsupportedError(
-                f"The transfer of batch {self.batch_idx + 1} to the device returned None, usually because a hook"
-                " returns nothing (on_after_batch_transfer, for example). Lightning would skip this step on this rank"
-                " alone. Return the batch."
+                f"Moving batch {self.batch_idx + 1} to the device returned None, usually because a hook such as"
+                " on_after_batch_transfer returns nothing. Lightning would skip this step on this rank alone. Return"
+                " the batch."
             )
         if self._has_transfer_hooks:
             strategy.around_step.close()
@@ -359,9 +359,10 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Raise for windows in which each batch would be weighted alone, so that the mean is not over all items."""
         if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
-                "A weighting by a function, with accumulate_grad_batches > 1: each step of a window would be weighted"
-                " by its own count, not by the window's. Use accumulate_grad_batches=1 and larger batches; or"
-                " torch_join.windows around the dataloader, with manual optimization, where a batch is a whole window."
+                "A weighting function cannot be used with accumulate_grad_batches > 1: it would weight each batch by"
+                " its own count instead of the count of the accumulation window. Use accumulate_grad_batches=1 and"
+                " larger batches; or put torch_join.windows around the dataloader and optimize manually, with a whole"
+                " window as one batch."
             )
 
     def _time_to_validate(self) -> bool:

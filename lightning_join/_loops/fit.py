@@ -294,9 +294,9 @@ class JoinFitLoop(FitLoop):
         trainer: Any = self.trainer
         if (ranks := strategy_of(self.trainer).find_step_ranks()) is not None:
             raise UnsupportedError(
-                f"A checkpoint cannot be saved inside of a step that only {name_ranks(ranks)} of {trainer.world_size}"
-                " ranks have a batch for: saving takes part of every rank. Save it from a hook of the module or of a"
-                " callback, `on_train_batch_end` for example."
+                f"A checkpoint cannot be saved inside a step for which only {name_ranks(ranks)} of {trainer.world_size}"
+                " ranks have a batch: saving needs every rank. Save it from a hook of the module or a callback, such as"
+                " `on_train_batch_end`."
             )
         if (join := strategy_of(trainer).join) is not None:
             join.catch_up()  # in place: Lightning has taken references to the module's state for saving
@@ -397,8 +397,8 @@ class JoinFitLoop(FitLoop):
             fetcher.start()
         except StopIteration as error:  # which would end the fit on this rank alone
             raise JoinError(
-                "A train dataloader ended before the place in the epoch at which the checkpoint was written. In the"
-                " resumed epoch it must yield the same batches again."
+                "A train dataloader ended before the position at which the checkpoint was written. In the resumed epoch"
+                " it must yield the same batches again."
             ) from error
         if is_resized and record is not None and record["over"] and ready > 0:
             fetcher.end_here()
@@ -410,9 +410,9 @@ class JoinFitLoop(FitLoop):
         most = record.get("max_sent_per_step") if resumes else None
         if most is not None and not record["over"] and rebalancing_of(trainer) is None:
             raise UnsupportedError(
-                "The checkpoint was written in the middle of an epoch in which batches were rebalanced, so the steps"
-                " that were made are not the batches that each rank has used. Resume with rebalance=True, or from a"
-                " checkpoint of an epoch's end."
+                "The checkpoint was written in the middle of an epoch with rebalanced batches, so the number of steps"
+                " does not say which batches each rank has used. Resume with rebalance=True, or from a checkpoint"
+                " written at the end of an epoch."
             )
         if is_other:
             check_world(record, trainer.world_size, is_over, trainer.limit_train_batches)

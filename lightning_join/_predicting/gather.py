@@ -74,8 +74,8 @@ def gather_predictions(
         mine = error
     except (TypeError, ValueError) as error:
         mine = JoinTypeError(
-            "Predictions, and indices, are a list with one entry for each batch, and of several dataloaders a list of"
-            f" such lists ({error})."
+            "Predictions and indices must be a list with one entry per batch; for several dataloaders, a list of such"
+            f" lists ({error})."
         )
     found = [
         gather_in_order(
@@ -105,7 +105,7 @@ def _by_loader(trainer: "pl.Trainer", predictions: Any, count: int) -> list[Sequ
     if [len(each) for each in found] != [len(each) for each in last]:
         raise JoinValueError(
             f"The predictions do not match the trainer's last predict: they have {[len(each) for each in found]}"
-            f" batches per dataloader, and it had {[len(each) for each in last]}. Sample indices are known only for the"
-            " last predict."
+            f" batches per dataloader, and predict had {[len(each) for each in last]}. Sample indices are known only"
+            " for the last predict."
         )
     return found

@@ -83,7 +83,7 @@ def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Or
     by_rank = order == "shards" or (order is None and not is_dealt_out(loader))
     if not by_rank and not has_indices:
         why = why_unknown(loader) or "its sampler yields other things than whole numbers"
-        raise UnsupportedError(f"The order of the predictions of dataloader {place} is not known: {why}. {_INSTEAD}")
+        raise UnsupportedError(f"The order of dataloader {place}'s predictions is unknown: {why}. {_INSTEAD}")
     dataset = getattr(loader, "dataset", None)
     dealt_out = order is None and not by_rank
     return Reading(batches, by_rank, has_indices, sized_len(dataset) if dealt_out and dataset is not None else None)
@@ -104,7 +104,7 @@ def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
             raise type(said)(f"Rank {rank}: {said}")
     numbers = [len(said) for said in everyone]
     if len({*numbers}) > 1:
-        raise UnsupportedError(f"The ranks have predictions of {numbers} dataloaders, by rank.")
+        raise UnsupportedError(f"The numbers of dataloaders with predictions differ between ranks: {numbers}, by rank.")
     return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
 
 
@@ -113,8 +113,8 @@ def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
     by_rank = [rank for rank, reading in having.items() if reading.by_rank]
     if 0 < len(by_rank) < len(having):
         raise UnsupportedError(
-            f"Dataloader {place} reads a rank's own dataset on {name_ranks(by_rank)}, and on other ranks a sampler"
-            f" distributes one dataset, so indices belong to different datasets. {_INSTEAD}"
+            f"Dataloader {place} reads its own dataset on {name_ranks(by_rank)}, while on other ranks a sampler"
+            f" distributes a shared dataset, so indices refer to different datasets. {_INSTEAD}"
         )
     samples = {reading.samples for reading in having.values() if reading.samples is not None}
     if len(samples) > 1:

@@ -89,8 +89,8 @@ class StatefulCombined(Combined):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["states"]) != len(self._stateful):
             raise JoinValueError(
-                f"The state is one of {len(state['states'])} dataloaders side by side that have states, and here"
-                f" {len(self._stateful)} do. Resume with the dataloaders that there were when it was written."
+                f"The state was written with {len(state['states'])} stateful dataloaders, and there are"
+                f" {len(self._stateful)} here. Resume with the same dataloaders."
             )
         self._loaded = deepcopy(state)
         for (_, part), its in zip(self._stateful, state["states"], strict=True):

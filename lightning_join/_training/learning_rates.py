@@ -32,7 +32,7 @@ def check_plateaus(trainer: Any, interval: str, index: int) -> None:
         )
         names = " or ".join(repr(name) for name in dict.fromkeys(monitored))
         raise UnsupportedError(
-            f"The learning rates differ ({by_rank}) after the step of a scheduler that monitors {names}. Each rank has"
-            f" gone by its own value: log it with `self.log({monitored[0]!r}, ..., sync_dist=True)`, so that all decide"
-            " alike."
+            f"The learning rates differ ({by_rank}) after the step of a scheduler that monitors {names}, because each"
+            f" rank used its own value. Log it with `self.log({monitored[0]!r}, ..., sync_dist=True)`, so that all"
+            " ranks use the same value."
         )

@@ -123,9 +123,9 @@ class ManualParticipant(Participant):
     def before_collective(self, ddps: bool) -> None:
         if self._in_backward and not ddps:
             raise UnsupportedError(
-                "A collective in a backward of manual optimization (of SyncBatchNorm, or of a loss over all ranks'"
-                f" outputs), while ranks {self.members.joined_names} have run out of batches: these have gone through"
-                " that backward already. Use automatic optimization, or a collective on detached tensors."
+                "A collective in a backward of manual optimization (SyncBatchNorm, or a loss over all ranks' outputs),"
+                f" while ranks {self.members.joined_names} have run out of batches and have already finished that"
+                " backward. Use automatic optimization, or a collective on detached tensors."
             )
 
     @contextmanager
@@ -140,8 +140,8 @@ class ManualParticipant(Participant):
             calls += 1
             if calls > 1 and self.tail_log.channel.world_size > 1:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates its closure more than once, which a rank without a batch"
-                    " cannot follow. Use an optimizer that takes one gradient per step."
+                    f"{type(optimizer).__name__} evaluates its closure more than once, and a rank without a batch"
+                    " cannot follow that. Use an optimizer that evaluates it once."
                 )
             result = closure()
             if self.tail_log.announces:
@@ -192,7 +192,7 @@ class ManualParticipant(Participant):
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping and self.tail_log.channel.world_size > 1:
             raise UnsupportedError(
-                f"{type(optimizer).__name__}.step() was called past Lightning in `training_step`, so ranks without a"
-                " batch would not step theirs. Return the optimizer from `configure_optimizers` and step what"
-                " `self.optimizers()` returns."
+                f"{type(optimizer).__name__}.step() was called directly in `training_step`, where Lightning does not"
+                " see it, so ranks without a batch would not make that step. Return the optimizer from"
+                " `configure_optimizers` and step what `self.optimizers()` returns."
             )

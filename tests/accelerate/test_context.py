@@ -128,8 +128,8 @@ def misuse(rank: int, kind: str) -> None:
     ("kind", "text"),
     [
         ("prepared inside", "Prepare all models before"),
-        ("trigger", "trigger_sync_in_backward makes a model sync"),
-        ("twice", "was given to two nested Joins"),
+        ("trigger", "trigger_sync_in_backward synchronizes a model"),
+        ("twice", "was passed to two nested Joins"),
         ("wrapped twice", "is wrapped by 2 DistributedDataParallel models"),
     ],
 )

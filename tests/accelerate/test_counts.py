@@ -80,7 +80,9 @@ def train_wrongly(rank: int, accumulate: int = 1) -> str:
 
 def test_windows_of_accelerates_own_are_refused(workers: Workers) -> None:
     for error in workers.run(2, train_wrongly, 2):
-        assert error.startswith("UnsupportedError: A weighting by a function, with gradient_accumulation_steps > 1")
+        assert error.startswith(
+            "UnsupportedError: A weighting function cannot be used with gradient_accumulation_steps > 1"
+        )
 
 
 def test_what_is_no_count_raises_on_all_processes(workers: Workers) -> None:

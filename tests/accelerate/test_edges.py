@@ -129,7 +129,7 @@ def prepare_again(rank: int) -> list[float]:
         loader = make_loader(Script(lengths=(2, 4)), rank)
         again, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(net.parameters()), loader)
         if again is not model:  # as in older versions: a wrapper in another one
-            with pytest.raises(JoinError, match="or prepare the model and not its wrapper"):
+            with pytest.raises(JoinError, match="or prepare the model instead of its wrapper"):
                 accelerator.join_uneven_inputs().__enter__()
             return []
         with accelerator.join_uneven_inputs():
@@ -173,7 +173,7 @@ def gather_more(rank: int) -> None:
 
 def test_a_gather_of_more_tensors(workers: Workers) -> None:
     for outcome in workers.outcomes(2, gather_more):
-        assert "differ between the ranks" in outcome.error
+        assert "differ between ranks" in outcome.error
 
 
 def metrics(rank: int, samples: int, skip: int, iterable: bool) -> list[int]:

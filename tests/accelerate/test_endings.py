@@ -334,7 +334,7 @@ def stop(rank: int, lengths: Sequence[int], form: str, ends: str) -> Any:
 def test_a_stop_that_a_rank_was_not_told_of_is_named(workers: Workers, lengths: Any, form: str, ends: str) -> None:
     long = lengths.index(7)
     outcomes = workers.outcomes(2, stop, lengths, form, ends)
-    wanted = f"Rank {long} ended training, and rank {1 - long} started another loop"
+    wanted = f"Rank {long} ended training, but rank {1 - long} started another loop"
     assert wanted in outcomes[1 - long].error
     assert outcomes[long].trace == "exit code 1\n" if ends == "exit" else wanted in outcomes[long].error
 

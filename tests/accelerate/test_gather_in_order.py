@@ -107,5 +107,5 @@ def gather_in_a_step(rank: int) -> None:
 
 def test_in_a_step_that_some_do_not_have(workers: Workers) -> None:
     first, second = workers.outcomes(2, gather_in_a_step)
-    assert f"{JoinError.__name__}: gather_in_order was called in a step in which rank 1 had no batch" in first.error
+    assert f"{JoinError.__name__}: gather_in_order was called in a step for which rank 1 had no batch" in first.error
     assert "PeerFailedError" in second.error

@@ -172,7 +172,7 @@ def in_a_step(rank: int, at: int) -> Any:
 def test_in_a_step(workers: Workers) -> None:
     assert workers.run(2, in_a_step, 1) == [[1, 11]] * 2
     first, second = workers.outcomes(2, in_a_step, 2)
-    assert "JoinError: join.gather was called in a step in which rank 0 had no batch" in second.error
+    assert "JoinError: join.gather was called in a step for which rank 0 had no batch" in second.error
     assert "call it after the loop" in second.error
     assert "PeerFailedError: Rank 1 failed" in first.error
 
@@ -202,9 +202,9 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     "list of tensors": (
         lambda rank: [{"y": [torch.ones(3)] * 2}],
         lambda rank: [[0, 1, 2]],
-        "rows['y'] has 2 rows, and its batch 3: there must be one per sample. A list holds one object per sample",
+        "rows['y'] has 2 rows, but its batch 3. Return one row per sample: a list has one object per sample",
     ),
-    "type": (lambda rank: ["text"], lambda _: None, "rows is of type str"),
+    "type": (lambda rank: ["text"], lambda _: None, "rows is a str"),
     "shapes": (
         lambda rank: [torch.ones(2, 3 + rank)],
         lambda _: None,
@@ -217,9 +217,9 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     ),
     "some indices": (lambda rank: [[1]], lambda rank: [[1]] if rank else None, "Rank 0 gave no indices"),
     "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices of 2 batches, and rows of 1"),
-    "floats": (lambda rank: [[1]], lambda rank: [[1.5]], "Indices are whole numbers, not [1.5]"),
+    "floats": (lambda rank: [[1]], lambda rank: [[1.5]], "Indices must be integers, not [1.5]"),
     "pickle": (lambda rank: [[lambda: 0]], lambda _: None, "rows cannot be pickled"),
-    "empty": (lambda rank: [{}], lambda _: None, "rows holds no tensor and no list"),
+    "empty": (lambda rank: [{}], lambda _: None, "rows contains no tensor and no list"),
 }
 
 

@@ -41,7 +41,7 @@ def test_what_all_ranks_have_written(workers: Workers, tmp_path: Path) -> None:
     assert names[:] == {"names": ["0", "1", "5", "2"]}
     with pytest.raises(IndexError):
         nested[11]
-    with pytest.raises(JoinValueError, match="not in steps of 2"):
+    with pytest.raises(JoinValueError, match="with a step of 1, not 2"):
         nested[::2]
 
 
@@ -54,7 +54,9 @@ def write_badly(rank: int, folder: str, kind: str) -> list[str]:
     return [str(error.value), *(path.name for path in Path(folder).rglob(f"*rows*{rank}"))]
 
 
-@pytest.mark.parametrize(("kind", "text"), [("disks", "all ranks need one file system"), ("other", "rank 0 has rows")])
+@pytest.mark.parametrize(
+    ("kind", "text"), [("disks", "all ranks need the same file system"), ("other", "rank 0 has rows")]
+)
 def test_what_cannot_be_written_raises_on_all_ranks(workers: Workers, kind: str, text: str, tmp_path: Path) -> None:
     for said, *left in workers.run(2, write_badly, str(tmp_path), kind):
         assert said.startswith("Rank 0 could not write all rows to")
@@ -64,7 +66,7 @@ def test_what_cannot_be_written_raises_on_all_ranks(workers: Workers, kind: str,
 
 def test_another_file(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"torch")
-    with pytest.raises(JoinValueError, match="is no file of rows"):
+    with pytest.raises(JoinValueError, match="is not a file of rows"):
         read_rows(tmp_path / "other")
 
 

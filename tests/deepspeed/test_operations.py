@@ -193,7 +193,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
     [
         ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
         ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
-        ("clipped", "stage 0 were changed by hand \\(clipped, say\\) while ranks \\[0\\]"),
+        ("clipped", "stage 0 were changed by hand \\(clipped, for example\\) while ranks \\[0\\]"),
         ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
         ("torch", "by loss.backward\\(\\).*while ranks \\[0\\].*Call engine.backward"),
         ("coalesced", "coalesce_grad_reduction\\(\\) while ranks \\[0\\]"),

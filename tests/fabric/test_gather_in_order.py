@@ -59,5 +59,5 @@ def test_shards_and_a_step_that_some_rank_does_not_have(workers: Workers) -> Non
         assert_same(found, rows_of(range(10, 15)))
     _, second = workers.outcomes(2, to_the_end, gather_shards, 1)
     assert (
-        "JoinError: fabric.strategy.gather_in_order was called in a step in which rank 0 had no batch" in second.error
+        "JoinError: fabric.strategy.gather_in_order was called in a step for which rank 0 had no batch" in second.error
     )

@@ -108,7 +108,7 @@ def train_within(rank: int, does: str) -> None:
 
 @pytest.mark.parametrize("does", ["train", "reduce"])
 def test_an_uneven_nested_loop_does_nothing_together(workers: Workers, does: str) -> None:
-    text = "with gradients" if does == "train" else "joint operation in a loop over a dataloader of Fabric's, inside another"
+    text = "with gradients" if does == "train" else "in a loop over a dataloader of Fabric's, inside another"
     refused(workers.outcomes(2, to_the_end, train_within, does), text)
 
 

@@ -161,7 +161,7 @@ REFUSED = {  # the strategy, the callbacks, and what is said
     "joins": (
         "ddp_join",
         lambda: [JoinCallback()],
-        "JoinTypeError: .* is already a DDPJoinStrategy. Leave the callback out",
+        "JoinTypeError: .* is already a DDPJoinStrategy. Remove the callback",
     ),
     "own": (
         OwnStrategy,

@@ -97,7 +97,9 @@ def fit_wrongly(rank: int, *args: Any, **options: Any) -> str:
 def test_windows_of_lightnings_own_are_refused(workers: Workers, scheduled: bool) -> None:
     own = {"callbacks": [GradientAccumulationScheduler({1: 2})]} if scheduled else {"accumulate_grad_batches": 2}
     for error in workers.run(2, fit_in_windows, own):
-        assert error.startswith("UnsupportedError: A weighting by a function, with accumulate_grad_batches > 1")
+        assert error.startswith(
+            "UnsupportedError: A weighting function cannot be used with accumulate_grad_batches > 1"
+        )
 
 
 def fit_in_windows(rank: int, options: dict[str, Any]) -> str:

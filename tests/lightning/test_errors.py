@@ -163,7 +163,7 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         {"val_check_interval": 0.5},
         ("DataloaderError", "dataloaders of ranks 0, 1 have no length"),
     ),
-    "transfer": (ReturnsNothing, Fit((4, 2)), {}, ("UnsupportedError", "The transfer of batch 1", "returned None")),
+    "transfer": (ReturnsNothing, Fit((4, 2)), {}, ("UnsupportedError", "Moving batch 1", "returned None")),
     "log-to-group-in-hook": (LogsToGroupInHook, Fit((2, 3)), {}, ("UnsupportedError", "on_step=False")),
     "monitor-epoch": (
         LogsUnsynced,
@@ -298,8 +298,8 @@ def test_a_failure_that_something_else_knows_is_told_by_its_cause(workers: Worke
 
 def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:
     lacking, other = workers.outcomes(2, fit, Fit((0, 1), epochs=1), LogsMetric)
-    assert "UnsupportedError: Other ranks have logged a metric as 'metric'" in lacking.error, lacking.trace
-    assert "Make the metric an attribute of the LightningModule on every rank" in lacking.error
+    assert "UnsupportedError: Other ranks logged a metric as 'metric'" in lacking.error, lacking.trace
+    assert "Create the metric in the LightningModule's __init__, on every rank" in lacking.error
     assert "PeerFailedError: Rank 0 failed" in other.error, other.trace
 
 

@@ -118,7 +118,7 @@ def fit_monitored(rank: int, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", [(2, 2), (0, 2)])
 def test_a_monitor_on_one_rank(workers: Workers, lengths: tuple[int, ...]) -> None:
     for outcome in workers.outcomes(2, fit_monitored, lengths):
-        assert "among the callbacks of rank 1, and not of rank 0" in outcome.error
+        assert "among the callbacks of rank 1, but not of rank 0" in outcome.error
 
 
 def fit_alone(rank: int, folder: str) -> list[str]:

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
     "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
     "constant": (Constant, {}, KINDS, ("UnsupportedError: training_step returned a loss that does not depend on",)),
-    "not sharded": (NotSharded, {}, KINDS[1:], ("UnsupportedError: ModelParallelJoinStrategy finds nothing in",)),
+    "not sharded": (NotSharded, {}, KINDS[1:], ("so ModelParallelJoinStrategy would never average its gradients",)),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
     "projected": (Projected, {}, KINDS, ("JoinError: The sharded parameters were changed",)),
     "hooked": (Hooked, {}, KINDS[1:], ("JoinError: A hook of a sharded gradient",)),

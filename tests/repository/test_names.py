@@ -57,7 +57,9 @@ def test_both_names_raise(name: str, value: bool) -> None:
     make, old, new, _ = NAMES[name]
     if new == "enable" and value:  # its default, which a configuration gives beside the old name
         return
-    with pytest.raises(JoinTypeError, match=f"{old}= is the old name of {new}=, and both are given. Leave {old}= out"):
+    with pytest.raises(
+        JoinTypeError, match=f"{old}= is the old name of {new}=, and both were passed. Remove {old}= out"
+    ):
         make(**{old: True, new: value})
 
 
@@ -72,12 +74,12 @@ def use_old_names(rank: int) -> list[bool]:
             assert caught[0].filename == __file__
             with context as inside:
                 found.append(driver_of(inside).options.may_break)
-            with pytest.raises(JoinTypeError, match="both are given"):
+            with pytest.raises(JoinTypeError, match="both were passed"):
                 make(heartbeat=True, may_break=True)
         with pytest.warns(FutureWarning, match="heartbeat= is called may_break= now"):
             loop = accelerator.join_batches([1, 2], heartbeat=True)
         assert list(loop) == [1, 2]
-        with pytest.raises(JoinTypeError, match="both are given"):
+        with pytest.raises(JoinTypeError, match="both were passed"):
             accelerator.join_batches([1, 2], heartbeat=True, may_break=True)
     return found
 

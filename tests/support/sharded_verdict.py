@@ -22,7 +22,7 @@ def promised(recipe: Recipe) -> str:
     if recipe.no_sync and (recipe.masked >= 0 or goes_on):
         found.append("holds a gradient that no sync has averaged yet")
     if recipe.clears == "data.zero_" and recipe.api == "fsdp2":
-        found.append("nobody can tell whether it was cleared too")  # where the leader's shard is empty
+        found.append("cannot tell whether that one was cleared too")  # where the leader's shard is empty
     if recipe.framework.get("manual"):
         found.append("optimizes manually")
     return "|".join(found)

@@ -102,11 +102,16 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
     "twice": (Twice, UNEVEN, {}, "calls compute_loss twice"),
     "unwrapping": (Unwrapping, UNEVEN, {}, "Use self.accelerator.unwrap_model(model)"),
     "by itself": (ByItself, UNEVEN, {}, "called compute_loss 0 times"),
-    "other batches": (Rebatching, UNEVEN, {}, "that its dataloader has not yielded"),
+    "other batches": (Rebatching, UNEVEN, {}, "that its dataloader did not yield"),
     "generating": (GRPOTrainer, UNEVEN, {}, "generates and scores"),
     "weighting": (JoinTrainer, UNEVEN, {"weighting": "samples"}, "Use weighting='world'"),
     "termination": (JoinTrainer, UNEVEN, {"throw_on_early_termination": True}, "exhausted"),
-    "varying": (FromVarying, Fit((4, 4)), {"own_shards": False}, "but its batch 1 has another size"),
+    "varying": (
+        FromVarying,
+        Fit((4, 4)),
+        {"own_shards": False},
+        "but its batch 1, which is not the last one, has a different size",
+    ),
     "batch size": (JoinTrainer, Fit((2, 5), extra={"auto_find_batch_size": True}), {}, "auto_find_batch_size"),
 }
 if hasattr(TrainingArguments, "train_sampling_strategy"):
@@ -142,7 +147,7 @@ def run_monitored(rank: int, lengths: tuple[int, ...]) -> Any:
 
 def test_a_monitor_on_one_rank(workers: Workers) -> None:
     for outcome in workers.outcomes(2, run_monitored, (2, 2)):
-        assert "among the callbacks of rank 0, and not of rank 1" in outcome.error
+        assert "among the callbacks of rank 0, but not of rank 1" in outcome.error
 
 
 def test_the_monitor(workers: Workers, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def resume_with_more(rank: int, folder: str) -> None:
         seen, _ = train(rank, more, 2, folder, True)  # from an epoch's end
         assert sum(bool(numbers) for *_, numbers in seen) == 2 * more.lengths[rank]  # the other two, whole
     else:
-        with pytest.raises(UnsupportedError, match="counts them by this job's number"):
+        with pytest.raises(UnsupportedError, match="counts them all as if they had this job's number"):
             train(rank, more, 2, folder, True)
     train(rank, more, 1, folder, True, ignore_data_skip=True)
     train(rank, more, 1, folder, True)
@@ -214,7 +214,7 @@ def resume_with_more(rank: int, folder: str) -> None:
 
 def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers, tmp_path: Path) -> None:
     for outcome in workers.outcomes(2, resume_with_more, str(tmp_path)):
-        assert "The state was written in a loop over another loader" in outcome.error
+        assert "The state was written in a loop over a different loader" in outcome.error
         assert "Or resume from a checkpoint of an epoch's end, or with ignore_data_skip=True." in outcome.error
 
 

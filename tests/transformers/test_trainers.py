@@ -382,7 +382,7 @@ def without_samples(rank: int) -> None:
 
 def test_a_look_at_the_first_of_no_samples_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, without_samples):
-        assert "there is none in train_dataset of rank 0. Give" in outcome.error
+        assert "but train_dataset of rank 0 is empty. Give" in outcome.error
 
 
 def precompute(rank: int) -> None:

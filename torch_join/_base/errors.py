@@ -132,6 +132,6 @@ def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None
     if ended and len(ended) < len(said):
         begins = name_ranks(name for name in names if name not in ended)
         raise JoinError(
-            f"{name_ranks(ended).capitalize()} ended training, and {begins} started another loop or `with`. Usually the"
-            f" body of a loop decided to stop, which a rank that has run out of batches does not see. {DECIDE}"
+            f"{name_ranks(ended).capitalize()} ended training, but {begins} started another loop or `with`. Usually the"
+            f" loop's body decided to stop, and ranks that have run out of batches do not run it. {DECIDE}"
         )

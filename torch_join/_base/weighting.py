@@ -134,7 +134,7 @@ def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]
         if not 0 <= number <= _MOST:
             raise JoinValueError(
                 f"{name} returned {str(counted)[:80]} (of type {type(counted).__name__}) for a batch of rank {rank}. It"
-                " must return how many items the batch counts: a finite number, 0 or more."
+                " must return the number of items in the batch: a finite number, 0 or more."
             )
         return number
 
@@ -153,8 +153,8 @@ def check_sees_batches(weighting: Weighting) -> None:
     """
     if callable(weighting):
         raise UnsupportedError(
-            f"{name_of(weighting)} counts batches, which a plain `for` and torch's own Join do not show. Use"
-            " torch_join.Join, and `for batch in join.batches(loader)`."
+            f"{name_of(weighting)} needs to see the batches, but a plain `for` and torch's own Join do not show them."
+            " Use torch_join.Join, and `for batch in join.batches(loader)`."
         )
 
 
@@ -167,8 +167,8 @@ def count_samples(batch: Any) -> int:
     first = _first_tensor(batch)
     if first is None:
         raise JoinValueError(
-            f"weighting='samples' takes a batch's size from the first dimension of its first tensor, and a batch of"
-            f" type {type(batch).__name__} has none. Use another weighting, or put a tensor in the batch."
+            "weighting='samples' takes a batch's size from the first dimension of its first tensor, but a batch of type"
+            f" {type(batch).__name__} has no tensor. Use another weighting, or put a tensor in the batch."
         )
     return len(first)
 

@@ -182,8 +182,8 @@ class Backwards:
             return self._members.loss_factor
         raise UnsupportedError(
             "A collective in a backward that does not reach the model's parameters (torch.autograd.grad, detached"
-            f" outputs) under {self.weighting}: its gradients have no weight yet. Use weighting='world' with a loss"
-            " that weighs samples itself, or one backward."
+            f" outputs) under {self.weighting}: its gradients have not been weighted yet. Use weighting='world' with a"
+            " loss that weights samples itself, or a single backward."
         )
 
 
@@ -191,8 +191,8 @@ def late(operation: str) -> UnsupportedError:
     """Return the error for a collective in a backward that was announced as a whole."""
     return UnsupportedError(
         f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
-        " some ranks have joined: those may have gone through the whole backward already. Set backward_collectives=True"
-        " (of Join, or of the strategy), or use a collective on detached tensors in the forward pass."
+        " some ranks have joined and may have finished the backward already. Set backward_collectives=True (of Join or"
+        " the strategy), or use a collective on detached tensors in the forward pass."
     )
 
 
@@ -220,9 +220,9 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
         return True
     where = "" if is_adjoint else ", in a hook,"
     raise UnsupportedError(
-        f"{operation} in backward{where} under {weighting}: gradients are weighted only when they reach the parameters,"
-        " so this call would combine unweighted ones. Only calls that sum or move gradients in an autograd function's"
-        " backward are supported. Use weighting='world' with a loss that weighs samples itself."
+        f"{operation} in backward{where} under {weighting}: gradients are weighted when they reach the parameters, so"
+        " this call would combine unweighted ones. Only calls that sum or move gradients in an autograd function's"
+        " backward are supported. Use weighting='world' with a loss that weights samples itself."
     )
 
 

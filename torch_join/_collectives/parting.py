@@ -72,8 +72,8 @@ class Parting:
         others = name_ranks(self._members.named(goes_on))
         inner = " A forward of a DDP model with buffers takes all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
-            f"Rank {self._members.name} came to {operation} after its last batch, and {others} went on to the next step"
-            " without it, so the call would wait for ever. A loop by iter() and next() ends only when next() is called"
+            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on to the next step"
+            " without it, so the call would wait forever. A loop with iter() and next() ends only when next() is called"
             " once more: use `for`, or call next(iterator, None) first. If the call belongs to the step, make it at the"
             f" same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
         )

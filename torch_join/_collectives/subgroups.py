@@ -64,7 +64,7 @@ class Subgroups:
             return False
         raise UnsupportedError(
             f"{call.operation} on a process group of ranks {ranks}, but Join covers ranks {self._members}. The group"
-            " may contain only these ranks, and must exist before the first rank has joined."
+            " must contain only these ranks, and must be created before the first rank joins."
         )
 
     def announce(self, call: Call, active: tuple[int, ...]) -> None:

@@ -130,9 +130,8 @@ class CollectiveTap:
         of_all = len(_ranks(args)) == dist.get_world_size()  # only the other thread may find out who has joined
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
-                "torch.distributed.checkpoint.async_save needs a part of each rank, and some ranks have joined: they do"
-                " not run it. Use it after the loop, on all ranks, or `torch.save` in the loop, on"
-                " `join.active_ranks[0]` alone."
+                "torch.distributed.checkpoint.async_save needs all ranks, but some have joined and do not call it. Call"
+                " it after the loop on all ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone."
             )
 
     def _tell(
@@ -158,9 +157,9 @@ class CollectiveTap:
         if _compat_c10d.is_coalescing(group := dist.ProcessGroup.unbox(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: it is launched at"
-                " the manager's end, and what it receives has to be divided by this rank's weight after that. Use it"
-                " without the manager, or weighting='world' with a loss that weighs samples itself."
+                f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: the manager"
+                " launches it at its end, and its result must be divided by this rank's weight after that. Use it"
+                " without the manager, or weighting='world' with a loss that weights samples itself."
             )
         return self._backwards.factor
 
@@ -171,10 +170,9 @@ class CollectiveTap:
             self._joined(-1)  # first finishes a loop that was left, and so may remove the tap
         if self.installed:
             raise UnsupportedError(
-                "A CUDA graph is captured or replayed (by torch.cuda.graph, or torch.compile with"
-                " mode='reduce-overhead' or 'max-autotune') while some ranks have joined, or under a weighting that"
-                " counts: its collectives cannot be seen, nor its gradients weighted. Use another mode, or run without"
-                " graphs."
+                "A CUDA graph is captured or replayed (torch.cuda.graph, or torch.compile with mode='reduce-overhead'"
+                " or 'max-autotune') while some ranks have joined, or under a weighting that counts: Join cannot see"
+                " its collectives or weight its gradients. Use another mode, or run without graphs."
             )
 
     def _is_ours(self) -> bool:
@@ -187,14 +185,14 @@ class CollectiveTap:
         operation = _compat_c10d.OPERATORS.get(operator)
         if operation is None:
             raise UnsupportedError(
-                f"c10d::{operator} is newer than this version of torch_join, which does not know how a joined rank"
-                " contributes to it. Update torch_join, or use another collective."
+                f"c10d::{operator} is newer than this version of torch_join, which does not know what a joined rank"
+                " must contribute. Update torch_join, or use another collective."
             )
         group = dist.ProcessGroup.unbox(args["process_group"])
         ranks = _compat_c10d.group_ranks(group)
         if not ranks:
             raise UnsupportedError(
-                f"{operation} on a process group that torch.distributed does not know, so joined ranks cannot find it."
+                f"{operation} on a process group that is unknown to torch.distributed, so joined ranks cannot find it."
                 " Use a group from torch.distributed.new_group."
             )
         if self._before is not None:
@@ -218,8 +216,8 @@ class CollectiveTap:
             if name == "batch_isend_irecv":
                 _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined,"
-                f" that is, have no more inputs: {refused.why}. Use {refused.instead}."
+                f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined (they"
+                f" have no more inputs): {refused.why}. Use {refused.instead}."
             )
         tensors = tensors_in(args, "input", "tensor")
         gathers = bool(joined) and operation.startswith(GATHERS) and not _compat_c10d.in_backward()

@@ -123,9 +123,9 @@ def check_not_captured(parameter: Tensor) -> None:
     """
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "A CUDA graph captures a forward of a model that was given to Join: its replays would bypass the hooks that"
-            " weigh gradients and announce steps. Capture parts of the model without its DistributedDataParallel,"
-            " outside of the loop, or run without graphs."
+            "A CUDA graph captures a forward of a model that was passed to Join: its replays would skip the hooks that"
+            " weight gradients and announce steps. Capture parts of the model without its DistributedDataParallel,"
+            " outside the loop, or run without graphs."
         )
 
 

@@ -89,7 +89,7 @@ def check_engine(engine: Any) -> None:
         if is_used:
             raise UnsupportedError(
                 f"DeepSpeed with {what} cannot train on uneven inputs: a rank without batches could not follow the"
-                " others. Leave that out, or leave Join out and give every rank the same number of batches."
+                " others. Turn it off, or train without Join and give every rank the same number of batches."
             )
     if version("deepspeed").split(".")[:2] != _FAMILY:
         JoinWarning.warn(

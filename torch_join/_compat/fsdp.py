@@ -65,8 +65,8 @@ def check_runs(group: Any, name: str) -> None:
     """
     if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise UnsupportedError(
-            f"{name or 'The model'} is sharded by fully_shard on the CPU, where torch {torch.__version__} cannot run it"
-            " (it waits for events, which the CPU does not have there). Use a newer torch, an accelerator, or"
+            f"{name or 'The model'} is sharded by fully_shard on the CPU, which torch {torch.__version__} does not"
+            " support (it waits for events that the CPU does not have). Use a newer torch, an accelerator, or"
             " FullyShardedDataParallel."
         )
 

@@ -104,7 +104,7 @@ class Channel:
         """
         self.before_meeting()
         if not 0 <= count < math.inf:
-            raise JoinValueError(f"A barrier adds a finite number of each rank, 0 or more, not {count}.")
+            raise JoinValueError(f"A barrier adds up a finite number of each rank, 0 or more, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
         # Barriers of some ranks are counted from the last one of all: other ranks take no part in them.

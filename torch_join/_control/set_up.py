@@ -144,6 +144,6 @@ class SetUp:
             problem = f" {self.problem}" if self.problem else ""
             return JoinTimeoutError(f"{waited} while the ranks were connected: {gone}.{problem}")
         return JoinTimeoutError(
-            f"{waited} to start its `with` (or fit) too, in which the ranks connect: at work elsewhere, {gone}. Start"
-            " it on all ranks, in the same order; if they arrive at very different times, raise `timeout`."
+            f"{waited} to start its `with` (or fit) too, where the ranks connect. Busy elsewhere: {gone}. Start it on"
+            " all ranks, in the same order; if they arrive at very different times, raise `timeout`."
         )

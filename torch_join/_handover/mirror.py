@@ -73,8 +73,8 @@ class StepMirror:
         if local:
             raise UnsupportedError(
                 f"An optimizer was stepped with {len(local)} gradients that were not averaged (as with"
-                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank would make its own step, and a finished rank"
-                " cannot. Step only after a backward that syncs."
+                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank would make a step of its own, which a"
+                " finished rank cannot do. Step only after a backward that syncs."
             )
 
     def changes(self, with_parameters: bool) -> Changes:
@@ -110,8 +110,9 @@ class StepMirror:
             elif place in self._local:
                 raise JoinError(
                     f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was changed by hand"
-                    " (clipping, scaling, noise) between backwards without a sync, in which each rank has its own"
-                    " gradients: finished ranks cannot do the same. Change gradients after a backward that syncs."
+                    " (clipping, scaling, noise) between backwards without a sync. There, each rank has its own"
+                    " gradients, so finished ranks cannot make the same change. Change gradients after a backward that"
+                    " syncs."
                 )
             else:
                 found.gradients.append(place)

@@ -81,11 +81,11 @@ def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name
     found = with_wrapped(optimizer)
     if len(found) != len(captured.hints["sizes"]):
         raise JoinValueError(
-            f"{name} wraps {len(found) - 1} here and {len(captured.hints['sizes']) - 1} on the source."
+            f"{name} wraps {len(found) - 1} optimizers here and {len(captured.hints['sizes']) - 1} on the source."
         )
     for one, sizes in zip(found, captured.hints["sizes"], strict=True):
         if _sizes(one) != sizes:
-            raise JoinValueError(f"{name} has groups of {_sizes(one)} parameters here and of {sizes} on the source.")
+            raise JoinValueError(f"{name} has groups of {_sizes(one)} parameters here, but of {sizes} on the source.")
     actions: list[Callable[[], Any]] = []
     for one, state in zip(found, captured.state, strict=True):
         restore.places |= dict(_places(one))

@@ -51,7 +51,7 @@ def kind_of(value: Any) -> Kind:
     for kind, accepts in KINDS.items():
         if accepts(value):
             return kind
-    raise JoinTypeError(f"A {type(value).__name__} has no state to hand over. Expected {_ACCEPTED}.")
+    raise JoinTypeError(f"A {type(value).__name__} has no state to hand over. Pass {_ACCEPTED}.")
 
 
 def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -119,7 +119,7 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
     state = captured.state
     if state["parameters"].keys() != parameters.keys():
         names = sorted(state["parameters"].keys() ^ parameters.keys())
-        raise JoinValueError(f"{name} has other parameters than on the source: {names} are not on both.")
+        raise JoinValueError(f"{name} has different parameters here and on the source: {names} are not on both.")
     for key, slot in state["parameters"].items():
         restore.parameter(slot, parameters[key], state["requires_grad"][key], f"{name}: {key}")
     restore.later(lambda: _set_training(model, state["training"]))

@@ -103,7 +103,7 @@ class Capture:
     def _key(self, key: Any, path: str) -> Any:
         if isinstance(key, Tensor):
             if id(key) not in self.places:
-                raise JoinTypeError(f"{path} has a tensor as a key, which is another one on each rank.")
+                raise JoinTypeError(f"{path} has a tensor as a key, but each rank has a different tensor object.")
             return self.places[id(key)]
         return key
 
@@ -217,7 +217,7 @@ class Restore:
 
     def _kept(self, own: Any, kind: str, path: str) -> Any:
         if own is MISSING:
-            raise JoinValueError(f"{path} is a {kind} on the source, which each rank must have made for itself.")
+            raise JoinValueError(f"{path} is a {kind} on the source, and each rank must create its own.")
         return own
 
 

@@ -215,7 +215,7 @@ class Evened:
                 going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
                 if goes_on != (rank in going_on):
                     raise JoinError(
-                        f"The dataloader of rank {rank} reported {lengths[rank]} batches, and has"
+                        f"The dataloader of rank {rank} reported {lengths[rank]} batches but has"
                         f" {'more' if goes_on else 'fewer'}."
                     )
             yield batch, ReadStep(active, not going_on, counted, total, reader.trained_on)

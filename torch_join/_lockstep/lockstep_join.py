@@ -193,9 +193,9 @@ class LockstepJoin(Lockstep):
         if self._has_gathered or self.driver.tail_log.in_pieces or has_synced_norms(self._shadow.inner):
             what = "None" if output is None else "a loss that does not depend on the model"
             raise UnsupportedError(
-                f"training_step returned {what}, where the other ranks' backward may have collectives that need this"
-                " rank's (of SyncBatchNorm, of all_gather(sync_grads=True)). Return a loss of zero that depends on the"
-                " same tensors (`0.0 * loss`), or leave such batches out of the dataloader."
+                f"training_step returned {what}, but the other ranks' backward may have collectives that need this rank"
+                " (SyncBatchNorm, all_gather(sync_grads=True)). Return a zero loss that depends on the same tensors"
+                " (`0.0 * loss`), or remove such batches from the dataloader."
             )
         if not self._syncs:
             return output

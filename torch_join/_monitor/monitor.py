@@ -146,8 +146,8 @@ def check_monitored(monitored: Sequence[bool]) -> None:
         having = name_ranks(rank for rank, has in enumerate(monitored) if has)
         lacking = name_ranks(rank for rank, has in enumerate(monitored) if not has)
         raise JoinValueError(
-            f"A JoinMonitor is among the callbacks of {having}, and not of {lacking}. The ranks exchange their"
-            " measurements: give all of them one, or none."
+            f"A JoinMonitor is among the callbacks of {having}, but not of {lacking}. The ranks exchange their"
+            " measurements: use one on all ranks or on none."
         )
 
 

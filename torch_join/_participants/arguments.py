@@ -29,8 +29,8 @@ def listed(joinables: Any) -> list[Any]:
     # Some modules can be iterated over, and then yield their layers.
     if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
         raise JoinTypeError(
-            f"What takes part is given as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler],"
-            " in the same order on every rank."
+            f"Pass the joinables as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler], in"
+            " the same order on every rank."
         )
     return list(joinables)
 
@@ -44,19 +44,19 @@ def check_given(joinables: Sequence[Any]) -> None:
     """
     if not joinables:
         raise JoinValueError(
-            "The join context manager requires at least one joinable: give it what changes in the loop, as [model,"
-            " optimizer, scheduler]."
+            "The join context manager requires at least one joinable: pass the objects that change in the loop, such as"
+            " [model, optimizer, scheduler]."
         )
     if any(isinstance(thing, DataLoader) for thing in joinables):
         raise JoinTypeError(
-            "A loader is among the joinables, which are models, optimizers and whatever else is the same on all ranks."
-            " Leave it out, and loop over it: `for batch in join.batches(loader)`."
+            "A loader is in the list of joinables, which takes models, optimizers and other objects that are the same"
+            " on all ranks. Leave the loader out, and iterate over it with `for batch in join.batches(loader)`."
         )
     for thing in joinables:
         if getattr(thing, "no_object_has_this_attribute", None) is not None:
             raise JoinTypeError(
-                f"A {type(thing).__name__} is among the joinables that has attributes of every name, as a mock has, so"
-                " that Join cannot tell what it is. Give Join a real model or optimizer, or leave it out."
+                f"A {type(thing).__name__} is in the list of joinables. It has attributes of every name, as a mock"
+                " does, so Join cannot tell what it is. Pass a real model or optimizer, or leave it out."
             )
 
 
@@ -81,7 +81,7 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
             for meant in get_close_matches(name, _all, 1, cutoff=0.8):
                 raise _misspelt(name, meant)
             raise JoinTypeError(
-                f"There is no argument {name!r}, and no joinable is given whose hook could take it. Leave it out; the"
+                f"There is no argument {name!r}, and no joinable with a hook that could take it. Leave it out; the"
                 f" arguments are {', '.join(_all)}."
             )
 

@@ -31,29 +31,30 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
     if what := _sharded_elsewhere(thing, modules):
         raise UnsupportedError(
-            f"{name} is sharded by {what}, with collectives of its own, which need the shards of ranks that have"
-            " joined. With DeepSpeed, give Join the engine; else use fully_shard, FullyShardedDataParallel or"
-            " ZeroRedundancyOptimizer, or leave Join out and give every rank the same number of batches."
+            f"{name} is sharded by {what}, with its own collectives, which need the shards of joined ranks. With"
+            " DeepSpeed, give Join the engine; otherwise use fully_shard, FullyShardedDataParallel or"
+            " ZeroRedundancyOptimizer, or train without Join and give every rank the same number of batches."
         )
     if isinstance(thing, nn.DataParallel):
         raise UnsupportedError(
-            "DataParallel uses the devices of one process and averages nothing between processes, so a rank that has"
-            " joined has nothing to take part in. Use DistributedDataParallel."
+            "DataParallel uses the devices of a single process and averages nothing between processes, so a joined rank"
+            " has nothing to take part in. Use DistributedDataParallel."
         )
     local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # importing it takes long
     averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
     if averages_later or isinstance(thing, local_sgd):
         raise UnsupportedError(
             f"{name} is trained by post-local SGD: each rank trains its own parameters for some steps before they are"
-            " averaged, and a rank that has joined no longer trains its own. Average the gradients in each step (leave"
-            " the hook and PostLocalSGDOptimizer out), or leave Join out."
+            " averaged, but a joined rank no longer trains. Average the gradients in each step (without the hook and"
+            " PostLocalSGDOptimizer), or train without Join."
         )
     for module in modules:
         if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
             raise UnsupportedError(
-                f"{name} holds a DistributedDataParallel model that was not given to Join, so nobody would announce"
-                f" what it does. Give Join the DistributedDataParallel itself, and go on calling it through {name}. An"
-                " object that only keeps a copy, such as an AveragedModel, takes the inner model: `ddp.module`."
+                f"{name} holds a DistributedDataParallel model that was not passed to Join, so nothing would announce"
+                " its calls to joined ranks. Pass the DistributedDataParallel itself, and keep calling it through"
+                f" {name}. An object that only keeps a copy, such as an AveragedModel, takes the inner model:"
+                " `ddp.module`."
             )
 
 

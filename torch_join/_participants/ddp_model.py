@@ -202,10 +202,10 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             if not self._second_backward.broke_off:
                 raise
             raise JoinError(
-                f"Rank {self.members.name} has caught an exception that ended a backward of"
-                f" {type(self.ddp.module).__name__} (out of memory, for example), and goes on. DDP had averaged a part"
-                " of its gradients, and the other ranks wait for the rest: one rank alone can neither skip nor repeat"
-                " that step. Let the exception pass, and avoid its cause: use smaller batches."
+                f"Rank {self.members.name} caught an exception that ended a backward of"
+                f" {type(self.ddp.module).__name__} (out of memory, for example), and continued. DDP had averaged a"
+                " part of its gradients, and the other ranks wait for the rest: one rank alone can neither skip nor"
+                " repeat that step. Do not catch the exception, and avoid its cause: use smaller batches."
             ) from error
 
     def check_backward_ended(self) -> None:

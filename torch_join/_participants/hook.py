@@ -78,8 +78,8 @@ def around_steps(
         closure = positional[0] if positional else kwargs.get("closure")
         if positional[1:] or {*kwargs} - {"closure"}:
             raise UnsupportedError(
-                f"step() of {type(optimizer).__name__} got more than a closure, while some rank has joined, which"
-                " steps its shards without. Set what it needs in the optimizer's param_groups."
+                f"step() of {type(optimizer).__name__} got arguments other than a closure, while some rank has joined"
+                " and steps its shards without them. Set these values in the optimizer's param_groups."
             )
         if closure is None:
             stepping.enter_context(send())
@@ -93,9 +93,9 @@ def around_steps(
             nonlocal has_run
             if has_run:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} runs its closure more than once in a step, and decides by values"
-                    " of one rank's shards, which ranks that have joined do not know. Use an optimizer that runs it"
-                    " once, or give every rank the same number of batches."
+                    f"{type(optimizer).__name__} runs its closure more than once per step, depending on values of one"
+                    " rank's shards that joined ranks do not know. Use an optimizer that runs it once, or give every"
+                    " rank the same number of batches."
                 )
             has_run = True
             with torch.enable_grad():

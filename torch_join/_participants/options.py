@@ -67,24 +67,24 @@ class Options:
         if not isinstance(self.timeout, timedelta):
             seconds = self.timeout if isinstance(self.timeout, (int, float)) else int(TIMEOUT.total_seconds())
             raise JoinTypeError(
-                f"timeout is how long a rank waits for another, as a datetime.timedelta, got {self.timeout!r}. Write"
+                f"timeout is how long a rank waits for another, as a datetime.timedelta, not {self.timeout!r}. Write"
                 f" timeout=timedelta(seconds={seconds})."
             )
         if not (self.monitor is None or isinstance(self.monitor, JoinMonitor)):
             raise JoinTypeError(
-                f"monitor is a torch_join.JoinMonitor, got {self.monitor!r}. Write monitor=JoinMonitor('report.html')"
-                " after `from torch_join import JoinMonitor`. Those of lightning_join and of"
-                " accelerate_join.transformers are callbacks of a Trainer."
+                f"monitor takes a torch_join.JoinMonitor, not {self.monitor!r}. Write"
+                " monitor=JoinMonitor('report.html') after `from torch_join import JoinMonitor`. The JoinMonitors of"
+                " lightning_join and accelerate_join.transformers are callbacks of a Trainer."
             )
         if self.rebalance and self.may_break:
             raise JoinValueError(
-                "rebalance=True and may_break=True: ranks that may `break` at different steps cannot be counted on to"
-                " train on what they are given. Leave one of them out; rebalance=True needs no may_break."
+                "rebalance=True cannot be combined with may_break=True: a rank that may `break` before others cannot be"
+                " relied on to train on the batches it receives. Remove one of them; rebalance=True needs no may_break."
             )
         if self.rebalance and self.throw_on_early_termination:
             raise JoinValueError(
-                "rebalance=True and throw_on_early_termination=True: no rank runs out before the others where batches"
-                " are rebalanced. Leave one of them out."
+                "rebalance=True cannot be combined with throw_on_early_termination=True: with rebalanced batches, no"
+                " rank runs out before the others. Remove one of them."
             )
 
         self.check_placeholder(self.placeholder)
@@ -150,7 +150,7 @@ def showing_options(function: Callable[P, R]) -> Callable[P, R]:
 def warn_renamed(old: str, new: str, both: bool) -> None:
     """Warn the caller of the packages about a keyword's old name; raise if `both` were given."""
     if both:
-        raise JoinTypeError(f"{old}= is the old name of {new}=, and both are given. Leave {old}= out.")
+        raise JoinTypeError(f"{old}= is the old name of {new}=, and both were passed. Remove {old}=.")
     JoinFutureWarning.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.")
 
 

@@ -60,8 +60,8 @@ class Report(Joinable):
             UnsupportedError: It would not know whose metrics count.
         """
         raise UnsupportedError(
-            "Report takes part in torch_join.Join, and in what is built on it. Give it to that in place of torch's own"
-            " Join."
+            "Report works in torch_join.Join and in the front ends built on it, not in torch's own Join. Pass it to"
+            " torch_join.Join instead."
         )
 
     @property
@@ -122,8 +122,9 @@ class RayParticipant(Participant):
             if name == "report":
                 instead = "Give Join a torch_join.ray.Report() and call that instead, or call it after the loop."
             raise UnsupportedError(
-                f"{_compat.WAITS_FOR_ALL[name]} in a step that {name_ranks(self.members.joined_names)} had no batch"
-                f" for: it waits for all workers, and one that has run out does not run the loop's body. {instead}"
+                f"{_compat.WAITS_FOR_ALL[name]} in a step for which {name_ranks(self.members.joined_names)} had no"
+                " batch: it waits for all workers, but a worker that has run out does not run the loop's body."
+                f" {instead}"
             )
         return function(*args, **kwargs)
 

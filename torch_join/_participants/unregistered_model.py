@@ -65,7 +65,7 @@ class UnregisteredModelParticipant(Participant):
 def missing_model(joined: Sequence[int]) -> UnsupportedError:
     """Return the error."""
     return UnsupportedError(
-        "A DistributedDataParallel model that was not given to Join is trained in its loop. The all-reduce of its"
-        f" gradients would wait for {name_ranks(joined)}: joined, and deaf to it. Give every such model to Join,"
-        " wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
+        "A DistributedDataParallel model that was not passed to Join is trained in its loop. The all-reduce of its"
+        f" gradients would wait for {name_ranks(joined)}: joined, and not following this model. Pass every such model"
+        " to Join, wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
     )

@@ -154,14 +154,14 @@ def left_of(
     name = type(loader).__name__
     if dealer is None:
         raise UnsupportedError(
-            f"An epoch was begun by {deals[0]['world']} ranks, and nothing deals out the samples of this {name} to all"
-            " ranks that says its `rank` and `num_replicas`, as torch's DistributedSampler does: what others have left"
-            f" is not known here. {_INSTEAD}"
+            f"An epoch was started by {deals[0]['world']} ranks, and the samples of this {name} are not distributed to"
+            " all ranks by an object with `rank` and `num_replicas`, such as torch's DistributedSampler. So this rank"
+            f" cannot know which samples the others have left. {_INSTEAD}"
         )
     if dealer.world != world:
         raise JoinValueError(
-            f"The sampler of the {name} deals out to {dealer.world} ranks, and {world} ranks go on with an epoch. Make"
-            f" it for {world}."
+            f"The sampler of the {name} distributes samples to {dealer.world} ranks, but {world} ranks continue the"
+            f" epoch. Create it for {world}."
         )
     # A sampler's generator with a `set_epoch` is seeded by the epoch.
     told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
@@ -170,10 +170,11 @@ def left_of(
     )
     if then != now:
         raise UnsupportedError(
-            f"An epoch was begun by {deals[0]['world']} ranks in an order that they drew from"
-            f" {', '.join(then) or 'the generator of torch itself'}, and the {name} draws it from"
-            f" {', '.join(now) or 'the generator of torch itself'} here: what they have left is not known. Draw it from"
-            f" a seed and the epoch (torch's DistributedSampler, Accelerate's use_seedable_sampler=True). {_INSTEAD}"
+            f"An epoch was started by {deals[0]['world']} ranks in an order that they drew from"
+            f" {', '.join(then) or 'the generator of torch itself'}, but here the {name} draws it from"
+            f" {', '.join(now) or 'the generator of torch itself'}, so the remaining samples are unknown. Draw the"
+            " order from a seed and the epoch (torch's DistributedSampler, Accelerate's use_seedable_sampler=True)."
+            f" {_INSTEAD}"
         )
 
     @contextmanager
@@ -185,9 +186,9 @@ def left_of(
             yield
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
                 raise UnsupportedError(
-                    f"The order of the {name} is drawn from the generator of torch or Python itself, which may be"
-                    f" another one on each rank: what others have left is not known. Give the sampler one of its own."
-                    f" {_INSTEAD}"
+                    f"The order of the {name} is drawn from the global generator of torch or Python, which may differ"
+                    " between ranks, so the samples that others have left are unknown. Give the sampler its own"
+                    f" generator. {_INSTEAD}"
                 )
 
     order, ranks, places = dealer.order(deals[0]["world"], drawn)

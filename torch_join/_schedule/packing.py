@@ -54,7 +54,9 @@ def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
     try:
         pickler.dump(batch)
     except Exception as error:
-        raise JoinTypeError(f"A batch of type {type(batch).__name__} cannot be given away: {error}") from error
+        raise JoinTypeError(
+            f"A batch of type {type(batch).__name__} cannot be sent to another rank: {error}"
+        ) from error
     skeleton = Skeleton([len(content) for content in pickler.contents], pickler.arrays, file.getvalue())
     return pickle.dumps(tuple(skeleton)), pickler.contents
 
@@ -84,7 +86,9 @@ class _Pickler(pickle.Pickler):
         # A subclass, attributes or autograd carry more information, which pickle's own way keeps.
         if type(value) is not Tensor or value.requires_grad or vars(value) or flaw(value) is not None:
             if value.device.type != "cpu":
-                raise JoinTypeError(f"it has a {type(value).__name__} on {value.device}, which another rank has not")
+                raise JoinTypeError(
+                    f"it has a {type(value).__name__} on {value.device}, a device that other ranks lack"
+                )
             return None
         if id(value) not in self._known:
             spec = TensorSpec.of(value)

@@ -51,8 +51,8 @@ def check_placeholder(placeholder: Any) -> None:
 
 def _refuse_rows(value: Any) -> NoReturn:
     raise JoinTypeError(
-        f"placeholder='rows' finds a {type(value).__name__} in a batch, and cannot tell which part of it is of which"
-        " sample. Use a function that gets a batch and returns one without samples, or placeholder='last'."
+        f"placeholder='rows' found a {type(value).__name__} in a batch, and cannot tell which part of it belongs to"
+        " which sample. Use a function that gets a batch and returns one without samples, or placeholder='last'."
     )
 
 
@@ -221,8 +221,9 @@ class WeighedLosses:
         """Refuse a pipeline's schedule that splits backwards: it computes gradients in a way that has no weights."""
         if self.factor != 1.0:
             raise UnsupportedError(
-                "A pipeline's schedule of zero bubbles, with placeholder=, in a step in which this rank's loss does not"
-                " count 1: it calls torch.autograd.grad, which knows no weight. Use ScheduleGPipe or Schedule1F1B."
+                "A zero-bubble pipeline schedule, with placeholder=, in a step in which this rank's loss has a weight"
+                " other than 1: it calls torch.autograd.grad, where no weight can be applied. Use ScheduleGPipe or"
+                " Schedule1F1B."
             )
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
@@ -230,7 +231,7 @@ class WeighedLosses:
         syncs = self._has_rows and torch.is_grad_enabled()
         if syncs and any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules()):
             raise UnsupportedError(
-                "SyncBatchNorm normalizes all ranks' samples by the statistics of all, and a placeholder with rows"
+                "SyncBatchNorm normalizes with the statistics of all ranks' samples, and the rows of a placeholder"
                 " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
             )
 
@@ -253,8 +254,8 @@ class WeighedLosses:
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
                 "The placeholder's loss has zero weight, but its gradients are NaN (0 times NaN) and would reach all"
-                " ranks: the placeholder contains a NaN, or the loss divides by its number of unmasked items, which is"
-                " 0. Return another placeholder, or divide by `max(count, 1)`."
+                " ranks: either the placeholder contains a NaN, or the loss is divided by its number of unmasked items,"
+                " which is 0. Return another placeholder, or divide by `max(count, 1)`."
             )
         return finite(gradient) if not self.joined and self.factor == 0 else None
 
@@ -295,9 +296,7 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
     if given is not None:
         return given
     if not isinstance(root, Tensor):
-        raise UnsupportedError(
-            "A backward from a GradientEdge, with placeholder=: give it a gradient, or use the tensor."
-        )
+        raise UnsupportedError("A backward from a GradientEdge, with placeholder=: pass a gradient, or use the tensor.")
     if root.numel() != 1:
         return None  # torch raises
     return torch.full_like(root, factor)
@@ -305,9 +304,9 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
 
 def _ahead(step: int) -> JoinError:
     return JoinError(
-        f"The batch of step {step} was asked for before the backward of the previous one, as by a prefetcher around the"
-        " loop, so nobody can tell what its loss counts. Put the prefetcher inside: join.batches(prefetcher(loader))."
-        " Ask for the next batch after the backward."
+        f"The batch of step {step} was requested before the backward of the previous step, usually by a prefetcher"
+        " around the loop, so it is unclear what the loss counts. Put the prefetcher inside:"
+        " join.batches(prefetcher(loader)). Request the next batch after the backward."
     )
 
 

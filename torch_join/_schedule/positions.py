@@ -202,9 +202,9 @@ class Position:
             state = None
         if (state is not None) != self._stateful:
             raise JoinValueError(
-                f"A loop is to go on {'with' if state is not None else 'without'} a state of this rank's loader, and"
-                f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with a"
-                " loader of the kind that there was when the state was written."
+                f"A loop is to resume {'with' if state is not None else 'without'} a state of this rank's loader, but"
+                f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with the"
+                " kind of loader that was used when the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
         # Others are read up to there, as a stream may count its passes; a sampler no further: it may draw at its end.

@@ -133,9 +133,9 @@ class Rebalancer:
         batches = self._source.reserve(is_own + len(receivers))
         if len(batches) < is_own + len(receivers):
             raise JoinValueError(
-                f"The loader of rank {self._channel.global_ranks[me]} has ended before the length that it said it had,"
-                " while other ranks count on that: its sampler yields less than its __len__ says. Mend it, or train"
-                " without rebalance=True."
+                f"The loader of rank {self._channel.global_ranks[me]} ended before the length it had reported, and"
+                " other ranks rely on that length: its sampler yields fewer than its __len__ says. Correct the sampler,"
+                " or train without rebalance=True."
             )
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):
             self._exchange.give(batch, receiver, step)

@@ -54,9 +54,9 @@ def differs_from(loader: Any, size: int, place: dict[str, Any]) -> str:
 def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") -> None:
     if differs := differs_from(loader, size, place):
         raise JoinValueError(
-            f"The state was written in a loop over another loader than this {type(loader).__name__} ({differs}), in"
-            " which its place would be another one. Resume the loop in which it was written first, with the same data"
-            f" and seeds.{advice}"
+            f"The state was written in a loop over a different loader than this {type(loader).__name__} ({differs}),"
+            " whose positions differ. First resume the loop in which the state was written, with the same data and"
+            f" seeds.{advice}"
         )
 
 

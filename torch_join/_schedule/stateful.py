@@ -142,10 +142,10 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
             forget_states([loader])
         else:
             raise UnsupportedError(
-                f"The {type(loader.dataset).__name__} of a train dataloader was resumed inside of an epoch, and would"
-                f" start there in the next epoch too, since its own is still {now}. Call `set_epoch(epoch)` of the"
-                " dataset before each epoch (in Lightning in `on_train_start` and `on_train_epoch_start`), or resume"
-                " from a checkpoint of an epoch's end."
+                f"The {type(loader.dataset).__name__} of a train dataloader was resumed in the middle of an epoch, and"
+                f" would start there in the next epoch too, since its own epoch is still {now}. Call the dataset's"
+                " `set_epoch(epoch)` before each epoch (in Lightning, in `on_train_start` and `on_train_epoch_start`),"
+                " or resume from a checkpoint written at the end of an epoch."
             )
 
 
@@ -177,22 +177,22 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
         raise UnsupportedError(
-            f"The position in a {name} with in_order=False is unknown: nobody can tell which samples it has yielded."
+            f"The position in a {name} with in_order=False is unknown: nothing records which samples it has yielded."
             " Use in_order=True."
         )
     if not stateful and isinstance(loader, Iterator):
         raise UnsupportedError(
-            f"A place in a {name}, which is an iterator: it can be gone through once, and nobody can tell what draws"
-            " its order. Loop over an object that has the loaders as attributes and an `__iter__` that goes through"
-            " them."
+            f"The position in a {name} is unknown: it is an iterator, which can be read once, and what its order is"
+            " drawn from is unknown. Loop over an object that has the loaders as attributes and an `__iter__` that"
+            " reads them."
         )
     in_worker = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
     draws = [part for part, thing in parts if part.startswith("loader.dataset") and not hasattr(thing, "set_epoch")]
     if in_worker and draws and not stateful and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
-            f"A place in a {name} with persistent workers, over a stream whose order is drawn from {draws[0]}: a worker"
-            " has a copy of that, which goes on from epoch to epoch. Use persistent_workers=False, or derive the order"
-            " from an epoch that the dataset is told by `set_epoch`."
+            f"The position in a {name} with persistent workers is unknown, over a stream whose order is drawn from"
+            f" {draws[0]}: each worker has a copy of that, which continues from epoch to epoch. Use"
+            " persistent_workers=False, or derive the order from an epoch that the dataset gets through `set_epoch`."
         )
 
 

@@ -108,9 +108,9 @@ class Agreement:
         names = self._channel.global_ranks
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
-            "The active ranks do different things in the tail of a loop, which pairs their collectives wrongly:"
-            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step;"
-            " Accelerate's save_state too, with sharded models, save_on_each_node or automatic_checkpoint_naming."
+            "The active ranks do different things in the tail of a loop, so their collectives are paired wrongly:"
+            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step; also"
+            " Accelerate's save_state, with sharded models, save_on_each_node or automatic_checkpoint_naming."
         )
 
 

@@ -30,8 +30,8 @@ class AloneDriver(LoopDriver):
         super().__init__(objects, options, group)
         if options.monitor is not None and self.members.world_size > 1:
             raise JoinValueError(
-                "monitor= cannot be combined with enable=False: the ranks do not meet, so nobody knows how uneven their"
-                " inputs are. Leave monitor= out."
+                "monitor= cannot be combined with enable=False: the ranks do not communicate, so how uneven their"
+                " inputs are is unknown. Remove monitor=."
             )
         self.rebalancing.enabled = False
         self.named = NamedLoops(0, 1)
@@ -66,8 +66,8 @@ class AloneDriver(LoopDriver):
     def stop_requested(self) -> bool:
         if self.members.world_size > 1:
             raise JoinValueError(
-                "join.stop_requested() cannot be combined with enable=False: the ranks do not meet, so each would stop"
-                " at its own step. Leave enable=False out."
+                "join.stop_requested() cannot be combined with enable=False: the ranks do not communicate, so each"
+                " would stop at its own step. Remove enable=False."
             )
         self.signals.listen()
         return self.signals.received

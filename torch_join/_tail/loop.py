@@ -203,15 +203,15 @@ class LoopDriver(Attendance):
         with self.telling:
             if self.place is Place.PLAIN:
                 raise JoinError(
-                    f"{call} inside of a `with` whose loop is a plain `for`: a rank that has run out of batches is not"
-                    f" known to have come to its end. Loop over join.batches(loader), or call {call} after the `with`."
+                    f"{call} inside a `with` whose loop is a plain `for`, where Join cannot know whether a rank has run"
+                    f" out of batches. Loop over join.batches(loader), or call {call} after the `with`."
                 )
             active, members = self.find_active(), self.members
             if len(active) < members.world_size:
                 joined = members.named(rank for rank in range(members.world_size) if rank not in active)
                 raise JoinError(
-                    f"{call} was called in a step in which {name_ranks(joined)} had no batch, and it needs all ranks."
-                    " Keep what each step computes in a list, and call it after the loop, which all ranks reach."
+                    f"{call} was called in a step for which {name_ranks(joined)} had no batch, but it needs all ranks."
+                    " Keep the results of each step in a list, and call it after the loop, which all ranks reach."
                 )
 
     def weigh(self, value: Tensor) -> Tensor:
@@ -230,9 +230,9 @@ class LoopDriver(Attendance):
         if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self.own_taken:
             with self.telling:
                 raise JoinValueError(
-                    f"Rank {self.members.name} gives the rows of {len(rows)} steps, and had {self.own_taken} batches:"
-                    " rows of placeholders are among them. Append what a step computes only `if not join.joined`, or"
-                    " give indices, of which each counts once."
+                    f"Rank {self.members.name} passed the rows of {len(rows)} steps but had {self.own_taken} batches:"
+                    " rows of placeholders are among them. Append the results of a step only `if not join.joined`, or"
+                    " pass indices, each of which counts once."
                 )
 
     def find_last_step(self) -> bool:

@@ -23,12 +23,14 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
     """
     for other in _entered:
         if other.driver is driver:
-            raise JoinError("This Join has already been entered. Enter it again after its `with`, or make another one.")
+            raise JoinError(
+                "This Join has already been entered. Enter it again after its `with`, or create another one."
+            )
         shared = [thing for thing in objects if any(thing is one for one in other.objects)]
         if shared:
             raise JoinError(
-                f"{type(shared[0]).__name__} was given to two nested Joins, and both would announce its actions. Use"
-                " one Join for everything in the loop, or one after the other."
+                f"{type(shared[0]).__name__} was passed to two nested Joins, and both would announce its calls. Use one"
+                " Join for everything in the loop, or one after the other."
             )
         if other.in_loop():
             raise JoinError(
@@ -51,8 +53,8 @@ def check_entered(driver: object, what: str = "A loop over join.batches was begu
     """
     if not is_entered(driver):
         raise JoinError(
-            f"{what} outside of its `with`, where no rank serves another. Put it inside: `with Join([...]) as join: for"
-            " batch in join.batches(loader): ...`."
+            f"{what} outside its `with`, where finished ranks do not follow. Put it inside: `with Join([...]) as join:"
+            " for batch in join.batches(loader): ...`."
         )
 
 
@@ -64,9 +66,9 @@ def leave(driver: object) -> None:
 def nested() -> JoinError:
     """Return the error for a loop inside another loop."""
     return JoinError(
-        "A loop over join.batches was begun inside another one, or while a variable (a progress bar, for example) still"
-        " holds another one that was left by `break`: ranks that have joined cannot follow. `del` it, start one after"
-        " the other has ended, or loop over both at once: join.batches(zip(a, b))."
+        "A loop over join.batches was started inside another one, or while a variable (a progress bar, for example)"
+        " still holds another one that was left with `break`: joined ranks cannot follow. `del` the variable, start one"
+        " loop after the other has ended, or loop over both at once: join.batches(zip(a, b))."
     )
 
 
@@ -81,8 +83,8 @@ def left_behind() -> JoinError:
 def left_amid(rank: int, step: int) -> JoinError:
     """Return the error for a `break` between a batch and the model's forward, if ranks may leave in any step."""
     return JoinError(
-        f"Rank {rank} left its loop at step {step} between taking a batch and the model's forward, when the other ranks"
-        " already rely on it. Break at the end of a step."
+        f"Rank {rank} left its loop at step {step}, after taking a batch and before the model's forward, when the other"
+        " ranks already rely on that forward. Break at the end of a step."
     )
 
 
@@ -94,25 +96,25 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
     """
     if ranks:
         raise JoinError(
-            f"{name_ranks(ranks).capitalize()} made an iterator over join.batches and asked it for no batch, though"
-            " there are some, while other ranks go through that loop. Call next() for each batch of this rank, or leave"
-            " such loops at the same step on all ranks."
+            f"{name_ranks(ranks).capitalize()} created an iterator over join.batches and never asked it for a batch,"
+            " although it has some, while other ranks iterate over that loop. Call next() for each batch of this rank,"
+            " or leave such loops at the same step on all ranks."
         )
 
 
 def late_backward(rank: int) -> JoinError:
     """Return the error for a backward whose forward ran in a loop that has ended on all ranks."""
     return JoinError(
-        f"Rank {rank} runs the backward of a forward in a loop over join.batches that has ended on all ranks, of which"
-        " some ran out of batches before others. The other ranks have gone on, so this backward would be averaged with"
-        " those of later steps. Run a batch's backward before you ask for the next batch."
+        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended on all ranks, some of"
+        " which ran out of batches before others. The other ranks have gone on, so this backward would be averaged with"
+        " those of later steps. Run a batch's backward before you request the next batch."
     )
 
 
 def read_ahead(rank: int) -> JoinError:
     """Return the error for a backward after the end of a loop that asked for a second batch before any forward."""
     return JoinError(
-        f"Rank {rank} runs a backward after the end of a loop over join.batches that asks for a batch before the model"
+        f"Rank {rank} runs a backward after the end of a loop over join.batches that requests a batch before the model"
         " has seen the previous one, as a prefetcher does. Its last batches would no longer be trained together with"
         " the others'. Put the prefetcher inside: join.batches(prefetcher(loader)), in Accelerate"
         " join_batches(prefetcher(loader)), in Fabric fabric.strategy.batches(prefetcher(loader)). A backward of"

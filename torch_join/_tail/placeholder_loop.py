@@ -134,8 +134,8 @@ class PlaceholderReader(Reader[Any]):
             result, everyone = self._channel.wait(), range(self._members.world_size)
             if left := [rank for rank in everyone if result.notices.get(rank) == {}]:
                 raise JoinValueError(
-                    f"{name_ranks(self._members.named(left)).capitalize()} left the loop by `break` while others"
-                    " continue, and with placeholder= each step needs all ranks. Leave it on all of them at the same"
+                    f"{name_ranks(self._members.named(left)).capitalize()} left the loop with `break` while others"
+                    " continue, but with placeholder= each step needs all ranks. Leave it on all of them at the same"
                     " step."
                 )
             active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
@@ -273,8 +273,8 @@ class PlaceholderLoop:
         """See `Join.weigh`."""
         if value.requires_grad:
             raise JoinError(
-                "join.weigh() got a value that has a backward, which Join weights already: pass it to backward()"
-                " unchanged. For torch.autograd.grad, weigh grad_outputs."
+                "join.weigh() got a value with a backward, which Join already weights: pass the loss to backward()"
+                " unchanged. For torch.autograd.grad, weight grad_outputs."
             )
         return weighted(value, self.losses.factor)
 
@@ -349,8 +349,8 @@ class _LogWatch:
         has_passed = status is not None and (status.step is None or status.step > self._number)
         if has_passed and not self._channel.posted(self._key):
             raise JoinError(
-                f"Rank 0 is finished and waits for the values that rank {self._leader} logs in step {self._number}, but"
-                " that rank has passed the step without logging. With placeholder=, call `log` on all ranks, the same"
+                f"Rank 0 has finished and waits for the values that rank {self._leader} logs in step {self._number},"
+                " but that rank passed the step without logging. With placeholder=, call `log` on all ranks, the same"
                 " number of times."
             )
 
@@ -360,11 +360,11 @@ def _check_given(given: Sequence[Any]) -> None:
     custom = (each for each in given if isinstance(each, Joinable) and not isinstance(each, (nn.Module, Optimizer)))
     if (own := next(custom, None)) is not None:
         raise UnsupportedError(
-            f"A {type(own).__name__}, which is a Joinable, was given to Join with placeholder=, under which every rank"
+            f"A {type(own).__name__}, which is a Joinable, was passed to Join with placeholder=. There, every rank"
             " makes every step and no hooks run. Leave it out, and do the work of its hooks in the step."
         )
     if any(map(holds_metrics, given)):
         raise UnsupportedError(
-            "A metric was given to Join, with placeholder=, and would count placeholders. Leave it out, and update it"
-            " in the loop `if not join.joined`; compute() brings all ranks together after the loop."
+            "A metric was passed to Join with placeholder=, and would count placeholders. Leave it out, and update it"
+            " in the loop `if not join.joined`; compute() combines all ranks after the loop."
         )

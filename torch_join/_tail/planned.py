@@ -21,8 +21,8 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
     """
     if any(each.model_parallel_groups for each in tail_log.participants):
         raise UnsupportedError(
-            "rebalance=True cannot be combined with tensor parallelism: a batch that is given away would have to reach"
-            " all ranks that compute it together. Train without rebalance=True."
+            "rebalance=True cannot be combined with tensor parallelism: a batch sent to another rank would have to"
+            " reach all ranks that compute it together. Train without rebalance=True."
         )
 
 
@@ -155,6 +155,6 @@ class Planned(Schedule):
         left = members.named(rank for rank, notice in result.notices.items() if not notice)
         if 0 < len(left) < len(members.active):
             raise JoinValueError(
-                f"{name_ranks(left).capitalize()} left the loop by `break` while others continue and, with"
+                f"{name_ranks(left).capitalize()} left the loop with `break` while others continue and, with"
                 " rebalance=True, rely on its batches. Leave it on all ranks at the same step."
             )

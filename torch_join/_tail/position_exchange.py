@@ -103,9 +103,8 @@ class _AbsenceWatch:
                 gone.add(rank)
         if again := gone & self._before:
             raise JoinError(
-                f"{self._name} was called on rank {self._members.name} and not on"
-                f" {name_ranks(self._members.named(again))}, which went on without it. Call it on all of them at the"
-                " same step, and write the file on one (`state = join.state_dict()`, then `if rank =="
-                " min(join.active_ranks): torch.save(...)`)."
+                f"{self._name} was called on rank {self._members.name}, but {name_ranks(self._members.named(again))}"
+                " continued without it. Call it on all active ranks at the same step, and write the file on one (`state"
+                " = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
             )
         self._before = gone

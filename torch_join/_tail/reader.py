@@ -313,9 +313,9 @@ class LoaderWatch:
         for rank, step in self._found.items():
             if before.get(rank) == step:
                 raise JoinError(
-                    f"The loader of rank {self._members.global_ranks[rank]} is in a collective (of torch.distributed)"
-                    f" for its batch {step}, and waits for rank {self._members.name}, which has run out of batches and"
-                    " comes to none. Move it before the loop, or into its body, where ranks that have run out of"
+                    f"The loader of rank {self._members.global_ranks[rank]} calls a collective (of torch.distributed)"
+                    f" for its batch {step} and waits for rank {self._members.name}, which has run out of batches and"
+                    " never calls it. Move it before the loop, or into its body, where ranks that have run out of"
                     " batches follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
@@ -353,9 +353,9 @@ def refuse_position(loader: object) -> None:
     """
     if _has_position(loader):
         raise UnsupportedError(
-            f"rebalance=True reads ahead of the loop and gives batches away, and the {type(loader).__name__} has, or"
-            " draws from something that has, a state_dict(): a checkpoint would leave them out. Loop over a loader"
-            " without one; lightning_join's strategies save where each rank is."
+            f"rebalance=True reads ahead of the loop and sends batches to other ranks, but the {type(loader).__name__},"
+            " or an object it draws from, has a state_dict(): a checkpoint would miss these batches. Loop over a loader"
+            " without one; lightning_join's strategies save each rank's position."
         )
 
 

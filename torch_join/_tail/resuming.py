@@ -173,10 +173,10 @@ class NamedLoops:
         if name != self.name and loaded is not None and not loaded["over"]:
             if name in self._left_out or name not in loaded["others"]:
                 raise JoinValueError(
-                    f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'}, and {self.name!r}, in"
-                    " whose middle the state was saved that join.load_state_dict() got, has not been resumed. Load the"
-                    " state before the epoch's first loop, and run the epoch's loops under the same names in the same"
-                    " order."
+                    f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'}, but {self.name!r}, in"
+                    " the middle of which the state passed to join.load_state_dict() was saved, has not been resumed."
+                    " Load the state before the epoch's first loop, and run the epoch's loops under the same names in"
+                    " the same order."
                 )
             self._left_out.add(name)
             return True
@@ -204,12 +204,14 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
     """
     if len({*loops}) > 1:
         said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
-        raise JoinValueError(f"The ranks start loops of different names ({said}). Start the same in one order.")
+        raise JoinValueError(
+            f"The ranks start loops with different names ({said}). Start the same loops in the same order."
+        )
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
         at = {-1: "at none", OVER: "past its end"}
         said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
-            f"A loop would resume at different steps, by the states that ranks gave to join.load_state_dict() ({said})."
-            " All ranks must load the same state, before the same loop."
+            "A loop would resume at different steps, according to the states passed to join.load_state_dict()"
+            f" ({said}). All ranks must load the same state, before the same loop."
         )

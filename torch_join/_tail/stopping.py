@@ -68,8 +68,8 @@ class StopExchange(Participant):
         """
         if self.driver.place is Place.PLAIN:
             raise JoinError(
-                "join.stop_requested() inside of a `with` whose loop is a plain `for`: a rank that has run out of"
-                " batches is not known to have come to its end. Loop over join.batches(loader)."
+                "join.stop_requested() inside a `with` whose loop is a plain `for`, where Join cannot know whether a"
+                " rank has run out of batches. Loop over join.batches(loader)."
             )
         signals: StopSignals = self.driver.signals
         step = self.driver.step_number if self.driver.in_loop else None

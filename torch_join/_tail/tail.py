@@ -257,7 +257,7 @@ class Tail:
         if any(names != everyone[0] for names in everyone):
             words = zip(self.tail_log.channel.global_ranks, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
-            raise JoinValueError(f"All ranks must give Join the same joinables in the same order, but gave {given}.")
+            raise JoinValueError(f"All ranks must pass Join the same joinables in the same order, but passed {given}.")
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
         """Raise for a collective in backward that would be wrong or wait for ever."""
@@ -268,15 +268,15 @@ class Tail:
             if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):
                 raise UnsupportedError(
                     f"A collective in backward of a sharded model under {name_of(members.weighting)}: gradients are"
-                    " weighted where they reach the parameters, when other ranks' are mixed into them already. Use"
-                    " weighting='world' with a loss that weighs samples itself, or a collective on detached tensors in"
+                    " weighted when they reach the parameters, where those of other ranks are already mixed in. Use"
+                    " weighting='world' with a loss that weights samples itself, or a collective on detached tensors in"
                     " the forward pass."
                 )
             if members.loss_factor == 0:
                 raise UnsupportedError(
-                    f"A batch without samples, or that counts 0, under {name_of(members.weighting)}, with a collective"
-                    " in backward: other ranks' gradients through this batch would be multiplied by zero. Leave such"
-                    " batches out, or use weighting='active'."
+                    f"A batch that is empty, or counts 0, under {name_of(members.weighting)}, with a collective in"
+                    " backward: other ranks' gradients through this batch would be multiplied by zero. Remove such"
+                    " batches, or use weighting='active'."
                 )
         if not (is_ddps and members.announces) or any(model.in_backward for model in self.tail_log.models()):
             return

@@ -164,7 +164,7 @@ def test_collectives_are_seen_in_every_form(workers: Workers, form: str, joined:
 
 def test_a_collective_of_other_ranks_is_not_mirrored() -> None:
     mirror(Call("all_reduce", "a group of others", reduce_op="SUM"))
-    with pytest.raises(JoinError, match="announced 'send', in which no joined rank can take part"):
+    with pytest.raises(JoinError, match="announced 'send', which joined ranks cannot take part in"):
         mirror(Call("send", "0"))
 
 
@@ -181,7 +181,7 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 def test_the_docs_show_the_table() -> None:
     text = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text()
     operations = ((f"`{e.operation}`", e.contribution, e.result) for e in ENTRIES.values())
-    assert _table(("operation", "a joined rank contributes", "active ranks get"), operations) in text
+    assert _table(("operation", "a joined rank must contribute", "active ranks get"), operations) in text
     reductions = ((f"`{r.op}`", r.contribution, r.result) for r in REDUCTIONS)
-    assert _table(("reduce operation", "a joined rank contributes", "active ranks get"), reductions) in text
+    assert _table(("reduce operation", "a joined rank must contribute", "active ranks get"), reductions) in text
     assert _table(("what raises", "why", "use instead"), iter(REFUSALS)) in text

@@ -196,7 +196,7 @@ def test_what_the_tap_does_not_know_raises(monkeypatch: pytest.MonkeyPatch) -> N
         see(tap, "all_new_", {})
     monkeypatch.setattr(dist.ProcessGroup, "unbox", lambda boxed: boxed)
     monkeypatch.setattr(_compat_c10d, "group_ranks", lambda group: [])
-    with pytest.raises(UnsupportedError, match=r"barrier on a process group that torch\.distributed does not know"):
+    with pytest.raises(UnsupportedError, match=r"barrier on a process group that is unknown to torch\.distributed"):
         see(tap, "barrier", {"process_group": None})
 
 

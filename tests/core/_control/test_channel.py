@@ -226,7 +226,7 @@ def test_sums_are_exact_and_the_same_in_any_order() -> None:
 
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf])
 def test_counts_out_of_range_are_refused(count: float) -> None:
-    with pytest.raises(JoinValueError, match=f"adds a finite number of each rank, 0 or more, not {count}"):
+    with pytest.raises(JoinValueError, match=f"adds up a finite number of each rank, 0 or more, not {count}"):
         Channel().barrier(count)
 
 

@@ -154,7 +154,7 @@ def test_a_change_that_others_would_repeat_or_undo_raises(
 ) -> None:
     outcomes = workers.outcomes(len(lengths), train, lengths, stops, how, "", may_break)
     for outcome in outcomes:
-        assert "by `break` and then changed" in outcome.error, outcome
+        assert "with `break` and then changed" in outcome.error, outcome
         assert CHANGES[how] in outcome.error
     first, *others = {outcome.error for outcome in outcomes}
     assert not others, first
@@ -208,7 +208,7 @@ def shard(rank: int, stops: Lengths, how: str) -> list[Tensor]:
 def test_a_change_to_what_a_shard_is_stepped_with_raises(workers: Workers) -> None:
     # The rank that owns a shard would give the others what it has changed already.
     for outcome in workers.outcomes(2, shard, (1, 3), "weight"):
-        assert "by `break` and then changed model 0 (DistributedDataParallel): parameters" in outcome.error, outcome
+        assert "with `break` and then changed model 0 (DistributedDataParallel): parameters" in outcome.error, outcome
     for how, stops in ("nothing", (1, 3)), ("weight", (2, 2)):
         expected = Training()
         for step in range(max(stops)):

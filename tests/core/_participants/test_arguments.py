@@ -27,20 +27,20 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model": (
         lambda: Join(nn.Linear(1, 1)),  # type: ignore[arg-type]
         JoinTypeError,
-        r"given as a list, not as one Linear: \[model, optimizer",
+        r"the joinables as a list, not as one Linear: \[model, optimizer",
     ),
     "layers": (lambda: Join(nn.Sequential(nn.Linear(1, 1))), JoinTypeError, "not as one Sequential"),  # type: ignore[arg-type]
     "a dictionary": (lambda: Join({"net": nn.Linear(1, 1)}), JoinTypeError, "not as one dict"),  # type: ignore[arg-type]
-    "nothing": (lambda: Join([]), JoinValueError, "requires at least one joinable: give it what changes"),
+    "nothing": (lambda: Join([]), JoinValueError, "requires at least one joinable: pass the objects that change"),
     "a loader": (
         lambda: Join([nn.Linear(1, 1), StatefulDataLoader([1])]),  # type: ignore[arg-type]
         JoinTypeError,
-        r"A loader is among the joinables.*for batch in join.batches\(loader\)",
+        r"A loader is in the list of joinables.*for batch in join.batches\(loader\)",
     ),
     "a mock": (
         lambda: Join([nn.Linear(1, 1), Mock()]),
         JoinTypeError,
-        "A Mock is among the joinables that has attr",
+        "A Mock is in the list of joinables. It has attr",
     ),
     "seconds": (
         lambda: Join([nn.Linear(1, 1)], timeout=5),  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown": (
         lambda: Join([nn.Linear(1, 1)], colour="red"),
         JoinTypeError,
-        "There is no argument 'colour', and no joinable is given whose hook could take it. Leave it out",
+        "There is no argument 'colour', and no joinable with a hook that could take it. Leave it out",
     ),
     "in one that does nothing": (
         lambda: Join([nn.Linear(1, 1)], enable=False, colour="red"),
@@ -128,8 +128,8 @@ def test_options_go_to_hooks_that_take_them(workers: Workers) -> None:
             ("red", 2),
             {"shape": "round"},
             "There is no argument 'wieghting'",
-            "There is no argument 'shape', and no joinable is given whose hook could take it",
-            "There is no argument 'shape', and no joinable is given whose hook could take it",
+            "There is no argument 'shape', and no joinable with a hook that could take it",
+            "There is no argument 'shape', and no joinable with a hook that could take it",
             "There is no argument 'weigthing'",
         ]
 
@@ -197,8 +197,8 @@ def misuse(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("model", "given as a list, not as one DistributedDataParallel"),
-        ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
+        ("model", "the joinables as a list, not as one DistributedDataParallel"),
+        ("loader", "Leave the loader out and iterate over it in the context: `for batch in loader`"),
         ("misspelt", "There is no argument 'may_brake'. Did you mean 'may_break'?"),
         ("unknown", "There is no argument 'colour'"),
         ("seconds", "timeout=timedelta(seconds=5)"),

@@ -234,7 +234,7 @@ def step_too_often(rank: int, backwards: int, steps: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_has_no_place_in_a_step_raises_on_all_ranks(workers: Workers, world_size: int) -> None:
     outcomes = workers.outcomes(world_size, step_too_often, 1, 2)
-    text = "JoinError: torch's Join has no place in this step for what JoinableOptimizer(ZeroRedundancyOptimizer) does"
+    text = "JoinError: torch's Join cannot handle what JoinableOptimizer(ZeroRedundancyOptimizer) does"
     assert all(text in outcome.error for outcome in outcomes), outcomes
     assert "PeerFailedError: Rank" in outcomes[0].error
     assert all(outcome.error.startswith("JoinError") for outcome in outcomes[1:])
@@ -364,15 +364,15 @@ def test_a_group_of_some_ranks(workers: Workers, joins: Any) -> None:
     [
         ("no model", "JoinableModel takes a DistributedDataParallel model, not Linear"),
         ("no optimizer", "JoinableOptimizer takes an optimizer, not DistributedDataParallel"),
-        ("no state", "JoinableState takes something with state_dict and load_state_dict, not int"),
+        ("no state", "JoinableState takes an object with state_dict and load_state_dict, not int"),
         ("no mere state", "A ZeroRedundancyOptimizer takes part in each step"),
         ("no metric", "JoinableMetric takes a metric of torchmetrics, not DistributedDataParallel"),
-        ("optimizer first", r"JoinableOptimizer(Adam) cannot stand where it does"),
-        ("state first", r"JoinableState(Adam) cannot stand where it does"),
-        ("metric first", r"JoinableModel(DistributedDataParallel) cannot stand where it does"),
-        ("metric that leads nothing", r"JoinableMetric(SumMetric) cannot stand where it does"),
-        ("ZeRO after torch's DDP", r"JoinableOptimizer(ZeroRedundancyOptimizer) cannot stand where it does"),
-        ("twice", "JoinableModel(DistributedDataParallel) was given to Join twice"),
+        ("optimizer first", r"JoinableOptimizer(Adam) is at the wrong place in the list"),
+        ("state first", r"JoinableState(Adam) is at the wrong place in the list"),
+        ("metric first", r"JoinableModel(DistributedDataParallel) is at the wrong place in the list"),
+        ("metric that leads nothing", r"JoinableMetric(SumMetric) is at the wrong place in the list"),
+        ("ZeRO after torch's DDP", r"JoinableOptimizer(ZeroRedundancyOptimizer) is at the wrong place in the list"),
+        ("twice", "JoinableModel(DistributedDataParallel) was passed to Join twice"),
     ],
 )
 def test_what_cannot_be_made_right_is_refused(workers: Workers, kind: str, text: str) -> None:

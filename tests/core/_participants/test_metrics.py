@@ -418,15 +418,15 @@ def _refused(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("MinMaxMetric", "MinMaxMetric keeps a state of its own"),
-        ("Running", "Running keeps a state of its own"),
-        ("BootStrapper", "BootStrapper keeps a state of its own"),
-        ("MetricTracker", "MetricTracker makes new metrics as it goes"),
-        ("dist_sync_fn", "SumMetric has a dist_sync_fn of its own"),
-        ("_sync_dist", "OwnSync syncs in a way of its own"),
-        ("process group", "SumMetric syncs over another process group"),
-        ("twice", "given to Join twice"),
-        ("Words", "Words keeps an object in its state 'words' that is not a tensor"),
+        ("MinMaxMetric", "MinMaxMetric keeps its own state"),
+        ("Running", "Running keeps its own state"),
+        ("BootStrapper", "BootStrapper keeps its own state"),
+        ("MetricTracker", "MetricTracker creates new metrics during training"),
+        ("dist_sync_fn", "SumMetric has its own dist_sync_fn"),
+        ("_sync_dist", "OwnSync has its own way of syncing"),
+        ("process group", "SumMetric syncs over a different process group"),
+        ("twice", "passed to Join twice"),
+        ("Words", "Words keeps an object that is not a tensor in its state 'words'"),
     ],
 )
 def test_what_cannot_be_made_right_is_refused(workers: Workers, kind: str, text: str) -> None:

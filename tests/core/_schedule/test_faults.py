@@ -279,7 +279,7 @@ def test_what_ends_the_loop_of_one_rank_is_told(
 ) -> None:
     outcomes = workers.outcomes(2, end_alone, who, stop, how, loop, weighting, timeout=timeout, deadline=45.0)
     for outcome in outcomes:
-        says = "amid a step" if how == "raises" else f"Rank {who} left the loop by `break`"
+        says = "amid a step" if how == "raises" else f"Rank {who} left the loop with `break`"
         assert says in outcome.error, outcomes
         assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
 
@@ -416,7 +416,10 @@ def test_thirty_contexts_leave_nothing_behind(workers: Workers) -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("may_break", "rebalance=True and may_break=True"), ("throw_on_early_termination", "no rank runs out before")],
+    [
+        ("may_break", "rebalance=True cannot be combined with may_break=True"),
+        ("throw_on_early_termination", "no rank runs out before"),
+    ],
 )
 def test_options_that_contradict_it_are_refused(option: str, says: str) -> None:
     with pytest.raises(JoinValueError, match=says):
@@ -433,7 +436,7 @@ def plain(rank: int) -> None:
 
 def test_a_plain_for_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, plain):
-        assert "rebalance=True needs a loop over join.batches, and this forward is outside of one" in outcome.error
+        assert "rebalance=True needs a loop over join.batches, but this forward is outside one" in outcome.error
 
 
 class Positioned:
@@ -461,7 +464,7 @@ def positioned(rank: int, who: int) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_loader_with_a_state_is_refused(workers: Workers, who: int) -> None:
     for outcome in workers.outcomes(2, positioned, who):
-        assert "Positioned has, or draws from something that has, a state_dict()" in outcome.error, outcome
+        assert "Positioned, or an object it draws from, has a state_dict()" in outcome.error, outcome
         assert outcome.seconds < WITHIN
 
 
@@ -480,7 +483,7 @@ def give_odd(
         for index, (x, y) in enumerate(small.data.batches(rank, 0))
     ]
     loader = DataLoader(Stream(batches), batch_size=None, collate_fn=first) if loop == "iterable" else batches
-    with warned("cannot be given away") as said, small.join() as join:
+    with warned("cannot be sent to another rank") as said, small.join() as join:
         for x, y, _ in join.batches(loader):
             small.step([(x, y)])
     return said, small.parameters
@@ -513,7 +516,8 @@ def test_who_cannot_give_its_first_batch_trains_on_all_of_them(
         warned, parameters = outcome.value
         assert len(warned) == (rank == GIVER), warned
         assert all(
-            "A batch of type tuple cannot be given away" in text and "trains on all of its batches itself" in text
+            "A batch of type tuple cannot be sent to another rank" in text
+            and "trains on all of its batches itself" in text
             for text in warned
         )
         assert difference(parameters, one.parameters) < 1e-10
@@ -522,7 +526,7 @@ def test_who_cannot_give_its_first_batch_trains_on_all_of_them(
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_later_batch_that_cannot_be_given_is_told(workers: Workers, loop: str) -> None:
     outcomes = workers.outcomes(3, give_odd, LENGTHS, GIVER, 3, "lambda", loop, timeout=TIMEOUT, deadline=45.0)
-    check_told(outcomes, GIVER, "JoinTypeError: A batch of type tuple cannot be given away")
+    check_told(outcomes, GIVER, "JoinTypeError: A batch of type tuple cannot be sent to another rank")
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -32,6 +32,6 @@ def test_parameters_are_those_of_one_process_with_the_same_schedule(
         program = Program(lengths, weighting=weighting, options=frozenset({"rebalance", *KINDS[kind]}))
         if loses_hooks(program) and (weighting == "samples" or sum(lengths) % len(lengths)):
             outcomes = workers.outcomes(program.world_size, train, program, timeout=3.0)
-            assert all("has lost the hooks by which Join weighs" in each.error for each in outcomes), outcomes
+            assert all("lost the hooks with which Join weights" in each.error for each in outcomes), outcomes
             continue
         assert_exact(program, workers.run(program.world_size, train, program), buffers="norms" in kind)

@@ -310,7 +310,7 @@ def test_packing_leaves_the_batch_as_it_is() -> None:
     assert x.is_leaf
 
 
-# ---------------------------------------------------------------- what cannot be given away
+# ---------------------------------------------------------------- what cannot be sent to another rank
 
 
 class Unpicklable:
@@ -327,15 +327,18 @@ def jagged() -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "lambda": (lambda: {"f": lambda: 0}, "dict cannot be given away"),
-    "generator": (lambda: (i for i in ()), "generator cannot be given away"),
-    "an open file": (lambda: [sys.stdout], "list cannot be given away"),
-    "a class that raises": (lambda: (Unpicklable(),), "tuple cannot be given away.*it holds an open file"),
-    "a nested tensor": (lambda: [nested()], "list cannot be given away.*nested tensor"),
-    "a tensor without contents": (lambda: torch.empty(3, device="meta"), "Tensor cannot be given away.*on meta"),
-    "a jagged tensor": (lambda: [jagged()], "list cannot be given away.*nested tensor"),
+    "lambda": (lambda: {"f": lambda: 0}, "dict cannot be sent to another rank"),
+    "generator": (lambda: (i for i in ()), "generator cannot be sent to another rank"),
+    "an open file": (lambda: [sys.stdout], "list cannot be sent to another rank"),
+    "a class that raises": (lambda: (Unpicklable(),), "tuple cannot be sent to another rank.*it holds an open file"),
+    "a nested tensor": (lambda: [nested()], "list cannot be sent to another rank.*nested tensor"),
+    "a tensor without contents": (
+        lambda: torch.empty(3, device="meta"),
+        "Tensor cannot be sent to another rank.*on meta",
+    ),
+    "a jagged tensor": (lambda: [jagged()], "list cannot be sent to another rank.*nested tensor"),
     # The gradient of what it was computed from would be lost.
-    "a tensor with a graph": (lambda: torch.ones(2, requires_grad=True) * 2, "cannot be given away"),
+    "a tensor with a graph": (lambda: torch.ones(2, requires_grad=True) * 2, "cannot be sent to another rank"),
 }
 
 

@@ -272,6 +272,6 @@ def test_fully_shard_is_refused_where_torch_cannot_run_it(monkeypatch: pytest.Mo
     group = SimpleNamespace(device=torch.device("cpu"))
     check_runs(group, "layer")
     monkeypatch.setattr(torch.cpu, "Stream", object)  # as before it had events
-    with pytest.raises(UnsupportedError, match="layer is sharded by fully_shard on the CPU, where torch"):
+    with pytest.raises(UnsupportedError, match="layer is sharded by fully_shard on the CPU, which torch"):
         check_runs(group, "layer")
     check_runs(SimpleNamespace(device=torch.device("cuda")), "layer")

@@ -340,7 +340,7 @@ def test_a_module_in_a_loader_is_no_position() -> None:
     loader = Bar(torch.ones(3, 1))
     loader.transform = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]
     refuse_position(loader)
-    with pytest.raises(UnsupportedError, match=r"has, a state_dict\(\)"):
+    with pytest.raises(UnsupportedError, match=r"has a state_dict\(\)"):
         refuse_position(Bar(Bar(Counting(3))))
 
 

@@ -94,7 +94,7 @@ def two_static(rank: int) -> None:
 
 def test_two_models_in_a_first_iteration_that_averages_at_its_end(workers: Workers) -> None:
     for outcome in workers.outcomes(2, two_static, timeout=2.0):
-        assert "static_graph=True, of several models" in outcome.error
+        assert "one of several models with static_graph=True" in outcome.error
 
 
 def test_a_group_of_which_not_all_ranks_know_takes_the_switch() -> None:

@@ -149,7 +149,7 @@ def train_in_a_plain_for(rank: int, joins: str) -> str:
 @pytest.mark.parametrize("joins", ["ours", "torch"])
 def test_where_nobody_sees_the_batch_it_raises(workers: Workers, joins: str) -> None:
     for error in workers.run(2, train_in_a_plain_for, joins):
-        assert "weighting=count counts batches, which a plain `for`" in error
+        assert "weighting=count needs to see the batches, but a plain `for`" in error
 
 
 def refill(batches: list[Any]) -> Iterable[Tensor]:

@@ -387,7 +387,7 @@ def test_different_lists_are_told(workers: Workers) -> None:
     fault = Fault("lists", 1, -1, (2, 3))
     for report in end(workers, fault):
         assert report is not None
-        assert report.errors[0].startswith("JoinValueError: All ranks must give Join the same joinables"), report
+        assert report.errors[0].startswith("JoinValueError: All ranks must pass Join the same joinables"), report
         assert "rank 1: DistributedDataParallel, ZeroRedundancyOptimizer, StepLR." in report.errors[0]
         assert report.seconds < GRACE
         assert not report.left
@@ -511,7 +511,7 @@ def test_a_list_that_changes_its_length_is_told(
 ) -> None:
     outcomes = workers.outcomes(len(lengths), change_a_list, lengths, who, by, syncs, timeout=TIMEOUT, deadline=45.0)
     for outcome in outcomes:
-        assert f"The loader of rank {who} said its length was {lengths[who]} and " in outcome.error, outcomes
+        assert f"The loader of rank {who} reported the length {lengths[who]} and " in outcome.error, outcomes
         assert outcome.seconds < GRACE, outcomes
 
 
@@ -574,5 +574,5 @@ def test_a_backward_that_broke_off_is_called_that(
 ) -> None:
     outcomes = workers.outcomes(2, skip_what_is_too_large, lengths, step, options, timeout=GRACE)
     for outcome in outcomes:
-        assert "Rank 1 has caught an exception that ended a backward of TwoLayers" in outcome.error
+        assert "Rank 1 caught an exception that ended a backward of TwoLayers" in outcome.error
     assert outcomes[1].seconds < GRACE, outcomes  # the other one waits in an average for this process to end

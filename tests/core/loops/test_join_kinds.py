@@ -52,11 +52,11 @@ def refuse(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("DataParallel", "DataParallel uses the devices of one process .*Use DistributedDataParallel"),
+        ("DataParallel", "DataParallel uses the devices of a single process .*Use DistributedDataParallel"),
         ("engine", "Engine is sharded by ZeRO stage 2, .* give Join the engine"),
         ("its optimizer alone", "DeepSpeedZeroOptimizer is sharded by deepspeed"),
         ("its inner model", "Linear is sharded by ZeRO stage 3"),
-        ("held DDP", "ModuleList holds a DistributedDataParallel .*Give Join the DistributedDataParallel itself"),
+        ("held DDP", "ModuleList holds a DistributedDataParallel .*Pass the DistributedDataParallel itself"),
         ("compiled DDP", "OptimizedModule holds a DistributedDataParallel"),
     ],
 )
@@ -232,7 +232,7 @@ def nested(rank: int, how: str) -> str:
     ("how", "says"),
     [
         ("itself", "This Join has already been entered"),
-        ("shared", "DistributedDataParallel was given to two nested Joins"),
+        ("shared", "DistributedDataParallel was passed to two nested Joins"),
         ("inside", "entered inside another Join's loop"),
     ],
 )

@@ -320,7 +320,7 @@ def refuse(rank: int) -> list[str]:
 
 def test_bad_lists_are_refused(workers: Workers) -> None:
     for empty, groups, kind in workers.run(2, refuse):
-        assert empty.startswith("The join context manager requires at least one joinable: give it")
+        assert empty.startswith("The join context manager requires at least one joinable: pass")
         assert groups == "Using join context manager with multiple process groups"
         assert "not int" in kind
 

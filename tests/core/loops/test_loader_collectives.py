@@ -57,7 +57,7 @@ def test_a_collective_of_another_loader_is_named(workers: Workers, lengths: tupl
     assert workers.run(2, train, (2, 2), sized) == [[2, 3], [2, 3]]
     for outcome in workers.outcomes(2, train, lengths, sized, timeout=6.0):
         assert (
-            f"The loader of rank 1 is in a collective (of torch.distributed) for its batch {lengths[0]}"
+            f"The loader of rank 1 calls a collective (of torch.distributed) for its batch {lengths[0]}"
             in outcome.error
         )
         assert "waits for rank 0, which has run out of batches" in outcome.error
@@ -91,7 +91,7 @@ def train_from_a_queue(rank: int, lengths: tuple[int, ...]) -> Any:
 def test_a_loop_in_another_thread_raises_where_a_rank_runs_out(workers: Workers) -> None:
     assert workers.run(2, train_from_a_queue, (3, 3)) == [3, 3]
     for outcome in workers.outcomes(2, train_from_a_queue, (1, 3)):
-        assert "goes through join.batches in another thread than the one that runs its steps" in outcome.error
+        assert "iterates over join.batches in a different thread than the one that runs its steps" in outcome.error
 
 
 def ask_amid_a_backward(rank: int) -> list[float]:

@@ -168,7 +168,7 @@ def ask(rank: int, how: str) -> str:
 def test_batches_that_no_rank_or_only_some_ask_for(workers: Workers) -> None:
     assert workers.run(2, ask, "none") == ["", ""]
     for how, text in (
-        ("one rank", "Rank 0 made an iterator over join.batches and asked it for no batch"),
+        ("one rank", "Rank 0 created an iterator over join.batches and never asked it for a batch"),
         ("other order", "continued after it had been left"),
     ):
         for outcome in workers.outcomes(2, ask, how):
@@ -188,7 +188,7 @@ def resume(rank: int, how: str) -> int:
 
 def test_a_loop_outside_of_its_with(workers: Workers) -> None:
     for how, text in (
-        ("outside", "begun outside of its `with`"),
+        ("outside", "begun outside its `with`"),
         ("after", "continued after it had been left"),
     ):
         for outcome in workers.outcomes(2, resume, how):

@@ -98,8 +98,8 @@ def refuse(rank: int, what: str) -> list[str]:
     [
         ("other names on ranks", r"different names \(rank 0: 'a0'; rank 1: 'a1'\)"),
         ("some ranks load", "rank 0: at none; rank 1: past its end"),
-        ("another name", "The loop 'c' begins, and 'b', in whose middle"),
-        ("does not come", "The loop 'a' begins again, and 'b', in whose middle"),
+        ("another name", "The loop 'c' begins, but 'b', in the middle of which"),
+        ("does not come", "The loop 'a' begins again, but 'b', in the middle of which"),
     ],
 )
 def test_what_cannot_be_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:

@@ -90,7 +90,7 @@ class Overlapping(UnpaddedDistributedSampler):
     [
         ("a shard of its own", "here some rank has data of its own"),
         ("batches of its own", "here some rank has data of its own"),
-        ("made for another number", "deals out to 1 ranks, and 2 ranks go on with an epoch"),
+        ("made for another number", "distributes samples to 1 ranks, but 2 ranks continue the epoch"),
         ("other samples", r"another loader than this DataLoader \(samples: 9 then, 10 now\)"),
     ],
 )

@@ -91,4 +91,4 @@ def test_they_are_weighted_once(workers: Workers, lengths: tuple[int, ...], weig
 
 def test_a_share_that_would_be_left_out_raises(workers: Workers) -> None:
     for outcome in workers.outcomes(2, train, (3, 6), "world", add, 2, timeout=3.0):
-        assert "This rank has joined, and holds a share of it" in outcome.error
+        assert "This rank has joined and holds a share of it" in outcome.error

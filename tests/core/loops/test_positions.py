@@ -130,7 +130,7 @@ def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: P
     with pytest.raises(AssertionError) as found:
         check(workers, own("stream", (0, 4, 9), [(0, 4)]), tmp_path, skewed)
     assert found.type is AssertionError
-    with pytest.raises(WorkerError, match="said its length was 4 and goes on after that"):
+    with pytest.raises(WorkerError, match="reported the length 4 and goes on after that"):
         check(workers, own("list", (0, 4, 9), [(0, 4)]), tmp_path, skewed)
 
 
@@ -210,9 +210,9 @@ def refuse_order(rank: int, what: str) -> int:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("zip", "A place in a zip, which is an iterator"),
+        ("zip", "The position in a zip is unknown: it is an iterator"),
         ("out of order", "The position in a DataLoader with in_order=False is unknown"),
-        ("in a worker", "whose order is drawn from loader.dataset.random: a worker has a copy"),
+        ("in a worker", "whose order is drawn from loader.dataset.random: each worker has a copy"),
         ("not asked", ""),
     ],
 )
@@ -225,7 +225,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("some", r"join.state_dict\(\) was called on rank 0 and not on rank 1, which went on without it"),
+        ("some", r"join.state_dict\(\) was called on rank 0, but rank 1 continued without it"),
         ("in a loop", r"join.load_state_dict\(\) was called in a loop"),
         (
             "another world",

@@ -136,7 +136,7 @@ def misused(rank: int, how: str) -> bool:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("plain", "JoinError: join.stop_requested() inside of a `with` whose loop is a plain `for`"),
+        ("plain", "JoinError: join.stop_requested() inside a `with` whose loop is a plain `for`"),
         ("only one", "JoinError: These ranks wait for each other for ever"),
         ("disabled", "JoinValueError: join.stop_requested() cannot be combined with enable=False"),
     ],

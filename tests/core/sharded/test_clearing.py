@@ -112,4 +112,4 @@ def test_where_some_units_are_in_parts(workers: Workers) -> None:
 def test_without_a_trace_nobody_can_tell(workers: Workers) -> None:
     recipe = WITHOUT_A_SHARD.but(clears="data.zero_")
     for outcome in workers.outcomes(4, train, [recipe], **PATIENCE):
-        assert "nobody can tell whether it was cleared too" in outcome.error
+        assert "cannot tell whether that one was cleared too" in outcome.error

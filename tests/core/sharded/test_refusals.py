@@ -93,17 +93,17 @@ def detailed(rank: int, _: str) -> None:
 @pytest.mark.parametrize(
     ("function", "match", "apis"),
     [
-        (ignored, "belongs to nothing that FSDP shards", ("fsdp1",)),
+        (ignored, "is trained but not sharded by FSDP", ("fsdp1",)),
         pytest.param(
-            *(ignored, "belongs to nothing that FSDP shards", ("fsdp2",)),
+            *(ignored, "is trained but not sharded by FSDP", ("fsdp2",)),
             marks=needs("fully_shard's ignored_params"),
         ),
         (one_optimizer_over_both, "steps parameters of a sharded model and 2 others", ("fsdp2", "fsdp1")),
-        (without_the_model, "Give the model too, before it", ("fsdp2", "fsdp1")),
+        (without_the_model, "Pass the model too, before the optimizer", ("fsdp2", "fsdp1")),
         (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
-        (in_torchs_own, "torch's own Join cannot have it follow", ("fsdp2", "fsdp1")),
+        (in_torchs_own, "torch's own Join cannot make it follow", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
         (tensor_parallel, "sharded by tensor parallelism alone", ("fsdp2",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
@@ -151,7 +151,7 @@ class Wrong(Training):
                 p.grad = None
         if self.what == "clip by value":
             nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-        elif self.what == "another norm":
+        elif self.what == "a different norm":
             nn.utils.clip_grads_with_norm_(self.model.parameters(), 0.1, torch.tensor(2.0, dtype=torch.float64))
         elif self.what == "full_tensor":
             held[0].full_tensor()  # type: ignore[operator]
@@ -177,7 +177,7 @@ def do_wrong(rank: int, api: str, what: str, lengths: tuple[int, ...]) -> None:
     Wrong(rank, Recipe(lengths, api=api), what).run_epochs()
 
 
-GRADIENT, PARAMETER = "gradient.* was changed by hand", "parameters were changed outside of the optimizer's step"
+GRADIENT, PARAMETER = "gradient.* was changed by hand", "parameters were changed outside the optimizer step"
 GATHERED = "needs the shards of ranks that have joined"
 DOINGS = {
     "grad, locally": GRADIENT,
@@ -187,7 +187,7 @@ DOINGS = {
     "another grad": GRADIENT,
     "no grad": GRADIENT,
     "clip by value": GRADIENT,
-    "another norm": GRADIENT,
+    "a different norm": GRADIENT,
     "full_tensor": GATHERED,
     "full_tensor in a mode": GATHERED,
     "redistribute": GATHERED,
@@ -207,7 +207,7 @@ def test_what_is_done_in_the_tail(workers: Workers, what: str, lengths: tuple[in
         if (
             what
             in {
-                "fsdp1": ("another norm", "full_tensor", "full_tensor in a mode", "redistribute"),
+                "fsdp1": ("a different norm", "full_tensor", "full_tensor in a mode", "redistribute"),
                 "fsdp2": ("no grad",),
             }[api]
         ):
@@ -297,7 +297,7 @@ def run_closure_twice(rank: int, api: str) -> None:
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (run_closure_twice, "runs its closure more than once in a step"),
+        (run_closure_twice, "runs its closure more than once per step"),
     ],
 )
 def test_other_steps(workers: Workers, function: Callable[..., None], match: str, api: str) -> None:

@@ -309,7 +309,7 @@ def test_a_stream_that_has_become_shorter_than_what_was_trained_of_it(workers: W
     assert workers.run(2, fit_reading_again, Fit((4, 6), epochs=1), str(tmp_path), None) == ["", ""]
     path = f"{tmp_path}/after-0-2.ckpt"
     for message in workers.run(2, fit_reading_again, Fit((1, 6), epochs=1), str(tmp_path), path):
-        assert "ended before the place in the epoch" in message
+        assert "ended before the position at which" in message
 
 
 def test_another_world(workers: Workers, tmp_path: Path) -> None:
@@ -359,5 +359,5 @@ def fit_saving_in_the_step(rank: int, run: Reading, folder: str) -> Any:
 def test_saving_inside_of_a_step(workers: Workers, tmp_path: Path) -> None:
     run = Reading(Fit((2, 3), epochs=1))
     for seen, message, (_, again) in workers.run(2, fit_saving_in_the_step, run, str(tmp_path)):
-        assert "cannot be saved inside of a step that only rank 1 of 2 ranks have a batch for" in message
+        assert "cannot be saved inside a step for which only rank 1 of 2 ranks have a batch" in message
         assert again[:2] == seen

@@ -345,7 +345,10 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "one by one": (None, "with batch_size=None nobody records what its sampler draws"),
     "names": (None, "its sampler yields other things than whole numbers"),
     "any order": (None, "with in_order=False its batches come in another order"),
-    "mixed": (None, "Dataloader 0 reads a rank's own dataset on rank 0, and on other ranks a sampler distributes one"),
+    "mixed": (
+        None,
+        "Dataloader 0 reads its own dataset on rank 0, while on other ranks a sampler distributes a shared",
+    ),
     "own shards": (None, "have different lengths (4 to 5), and a sampler distributes each"),
     "stream": ("dataset", "its dataset is iterable. Return the samples' indices from predict_step and give them"),
 }
@@ -410,7 +413,7 @@ def test_what_is_no_prediction_of_the_last_run_raises_on_all_ranks(workers: Work
         "The predictions of rank 0 cannot be joined. Batch 0: predictions['loss'] is a tensor without dimensions",
         "Batch 0: predictions has 1 rows, and its batch 2",
         "Batch 0: predictions['x'] has 2 rows, and its batch 1",
-        "a list with one entry for each batch",
+        "a list with one entry per batch",
     ]
     for text, said in zip(texts, first, strict=True):
         assert text in said

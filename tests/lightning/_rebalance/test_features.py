@@ -602,5 +602,5 @@ def test_what_a_small_ring_would_overwrite_is_noticed(
 
 @pytest.mark.parametrize("kind", [DDPJoinStrategy, FSDPJoinStrategy, JoinCallback])
 def test_throwing_early_is_refused(kind: Any) -> None:
-    with pytest.raises(JoinValueError, match="rebalance=True and throw_on_early_termination=True"):
+    with pytest.raises(JoinValueError, match="rebalance=True cannot be combined with throw_on_early_termination=True"):
         kind(rebalance=True, throw_on_early_termination=True)

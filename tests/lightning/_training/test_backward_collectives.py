@@ -61,7 +61,7 @@ def test_parameters_are_those_of_one_process(workers: Workers, kind: str, weight
         program = Program(lengths, weighting=weighting, options=frozenset(options), ddp=dict(wrapper))
         if loses_hooks(program):
             outcomes = workers.outcomes(program.world_size, fit, program, timeout=3.0)
-            assert all("has lost the hooks by which Join weighs" in each.error for each in outcomes), outcomes
+            assert all("lost the hooks with which Join weights" in each.error for each in outcomes), outcomes
             continue
         assert_exact(program, workers.run(program.world_size, fit, program))
 

@@ -440,7 +440,7 @@ def fit_unfreezing(rank: int, hook: str, ranks: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("hook", "ranks", "message"),
     [
-        ("start", (1,), "The ranks have unfrozen different parameters before this epoch ([0, 2] by rank)"),
+        ("start", (1,), "The ranks unfroze different parameters before this epoch ([0, 2] by rank)"),
         ("middle", (0, 1), "2 parameters (net.0.weight, ...) were unfrozen in the middle of an epoch"),
     ],
 )

@@ -118,12 +118,12 @@ def fit_wrong(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("different", "JoinValueError: All ranks must have the same joinables"),
+        ("different", "JoinValueError: All ranks must pass the same joinables"),
         (
             "other",
             "JoinTypeError: joinables must be torch.distributed.algorithms.Joinable objects of your own, got Linear",
         ),
-        ("twice", "JoinValueError: The Counter was given as a joinable twice"),
+        ("twice", "JoinValueError: The Counter was passed as a joinable twice"),
     ],
 )
 def test_wrong_joinables_are_refused_on_all_ranks(workers: Workers, kind: str, text: str) -> None:

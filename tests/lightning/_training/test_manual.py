@@ -397,7 +397,7 @@ class Misused(Manual):
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        ("raw", "UnsupportedError: SGD.step() was called past Lightning in `training_step`"),
+        ("raw", "UnsupportedError: SGD.step() was called directly in `training_step`"),
         ("twice", "UnsupportedError: Twice evaluates its closure more than once"),
         ("local", "UnsupportedError: An optimizer was stepped with 9 gradients that were not averaged"),
         ("clipped", "was changed by hand (clipping, scaling, noise) between backwards without a sync"),

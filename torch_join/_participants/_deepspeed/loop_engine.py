@@ -87,9 +87,9 @@ class LoopEngineParticipant(Participant, LoopModel):
             return
         if self.tail_log.in_window:
             raise UnsupportedError(
-                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: windows of"
-                " different lengths would make the ranks step at different times. Loop over the batches, and set the"
-                " engine's gradient_accumulation_steps."
+                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: with"
+                " windows of different lengths the ranks would step at different times. Loop over the batches, and set"
+                " the engine's gradient_accumulation_steps."
             )
         if _compat_torch.backward_in_progress() == -1:
             self.driver.before_forward(lambda: self.members.count_forward(args, kwargs))
@@ -105,8 +105,8 @@ class LoopEngineParticipant(Participant, LoopModel):
             if kwargs.get("retain_graph") or (args and args[0]):
                 raise UnsupportedError(
                     f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
-                    " batches: they cannot follow another backward of the same graph. Add the losses up, and run"
-                    " one backward."
+                    " batches and cannot follow another backward of the same graph. Add up the losses, and run a single"
+                    " backward."
                 )
             self._check_gradients(cleared=True)
             present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
@@ -139,9 +139,9 @@ class LoopEngineParticipant(Participant, LoopModel):
     def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.members.serves and self.tail_log.meet():
             raise UnsupportedError(
-                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches:"
-                " they cannot follow a reduction apart from its backward. Leave it out, or add the losses up, and"
-                " run one backward."
+                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches and"
+                " cannot follow a reduction apart from its backward. Remove it, or add up the losses and run a single"
+                " backward."
             )
         return original(*args, **kwargs)
 
@@ -160,8 +160,8 @@ class LoopEngineParticipant(Participant, LoopModel):
             return original(*args, **kwargs)
         if self.tail_log.meet() and (args or kwargs):
             raise UnsupportedError(
-                f"step() got arguments while ranks {self.members.joined_names} have run out of batches, and"
-                " step their shards without. Set what they say in the optimizer's param_groups."
+                f"step() got arguments while ranks {self.members.joined_names} have run out of batches and step their"
+                " shards without them. Set these values in the optimizer's param_groups."
             )
         self._check_gradients(cleared=False)
         self._gradients.clear()
@@ -174,9 +174,9 @@ class LoopEngineParticipant(Participant, LoopModel):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
                 raise UnsupportedError(
-                    f"Gradients of a DeepSpeed engine in stage 0 were changed by hand (clipped, say) while ranks"
-                    f" {self.members.joined_names} have run out of batches, which have not changed theirs. Set"
-                    " gradient_clipping in the engine's configuration; clear gradients by engine.zero_grad()."
+                    "Gradients of a DeepSpeed engine in stage 0 were changed by hand (clipped, for example) while ranks"
+                    f" {self.members.joined_names} have run out of batches and did not change theirs. Set"
+                    " gradient_clipping in the engine's configuration; clear gradients with engine.zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:

@@ -164,9 +164,9 @@ class Gradients:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
                         raise JoinError(
-                            "Gradients were cleared by hand through `.data`, and this rank has nothing of the one of"
-                            f" shape {tuple(holder.shape)}, nor of others in its unit: nobody can tell whether it was"
-                            " cleared too, on ranks that have joined. Call the zero_grad() of the optimizer."
+                            "Gradients were cleared by hand through `.data`. This rank holds no part of the one of"
+                            f" shape {tuple(holder.shape)} or of others in its unit, so it cannot tell whether that one"
+                            " was cleared too, also on joined ranks. Call the optimizer's zero_grad()."
                         )
                 if kept != cleared:
                     return KEPT if kept else CLEARED
@@ -191,9 +191,9 @@ class Gradients:
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
             raise JoinError(
-                "A gradient was changed by hand since the last backward, as by clipping, and the next one accumulates"
-                f" into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}): ranks"
-                f" {members.joined_names}, which have joined, cannot know of the change. Call zero_grad() after each"
+                "A gradient was changed by hand (by clipping, for example) since the last backward, and the next one"
+                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}). Ranks"
+                f" {members.joined_names}, which have joined, cannot know about the change. Call zero_grad() after each"
                 " optimizer step, or change gradients only right before it. (Checkpointing with use_reentrant=True"
                 " looks the same: use False.)"
             )
@@ -283,8 +283,8 @@ class Gradients:
             if state.verdict == CHANGED and holds_something(parameter.grad):
                 raise JoinError(
                     f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was changed by hand while it"
-                    " was accumulated, and the loop has ended before it was averaged. This rank had joined and holds a"
-                    " share of it. Change gradients only right before the optimizer's step."
+                    " was accumulated, and the loop ended before it was averaged. This rank has joined and holds a"
+                    " share of it. Change gradients only right before the optimizer step."
                 )
 
     def holds(self, tensor: Tensor) -> bool:
@@ -309,10 +309,9 @@ class Gradients:
         for index, parameter in enumerate(self.parameters if accumulates else ()):
             if holds_something(parameter.grad):
                 raise JoinError(
-                    f"The active ranks reduce a gradient by hand (parameter {index}, of shape"
-                    f" {tuple(parameter.shape)}) that they have accumulated under no_sync. This rank has joined, and"
-                    " holds a share of it, which that would leave out. Let a backward outside of no_sync average it,"
-                    " or reduce in each step."
+                    "The active ranks reduce by hand a gradient that they have accumulated under no_sync (parameter"
+                    f" {index}, of shape {tuple(parameter.shape)}). This rank has joined and holds a share of it, which"
+                    " would be left out. Let a backward outside no_sync average it, or reduce in each step."
                 )
 
     def raise_unknown(self, index: int = 0) -> None:
@@ -323,7 +322,7 @@ class Gradients:
         """
         raise JoinError(
             f"This rank has joined while it holds a gradient that no sync has averaged yet (parameter {index}, of shape"
-            f" {tuple(self.parameters[index].shape)}), and no active rank can tell whether such gradients have been"
+            f" {tuple(self.parameters[index].shape)}), and active ranks cannot tell whether such gradients have been"
             " cleared since. Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run"
             " a backward in each of its steps."
         )

@@ -109,8 +109,8 @@ class SecondBackward:
                 continue
             self.remove()
             raise JoinError(
-                f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) that two"
-                " backwards through one forward of a DistributedDataParallel model have accumulated. DDP averages only"
-                " the first, so the ranks would drift apart, also without Join. Run one backward, (loss1 +"
-                " loss2).backward(), or a forward for each."
+                f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) that was"
+                " accumulated by two backwards through a single forward of a DistributedDataParallel model. DDP"
+                " averages only the first one, so the ranks would drift apart, even without Join. Run a single"
+                " backward, (loss1 + loss2).backward(), or a forward for each."
             )

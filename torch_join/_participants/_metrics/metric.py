@@ -48,8 +48,8 @@ class MetricParticipant(Participant):
         self.metrics: list[Any] = [module for module in thing.modules() if _compat_metrics.is_metric(module)]
         if hasattr(thing, "increment"):
             raise UnsupportedError(
-                f"{type(thing).__name__} makes new metrics as it goes, which Join cannot know of. Give Join the metric"
-                " of each epoch instead."
+                f"{type(thing).__name__} creates new metrics during training, and Join cannot know about them. Give"
+                " Join the metric of each epoch instead."
             )
         for metric in self.metrics:
             check_metric(metric, metric.process_group, driver)
@@ -58,7 +58,7 @@ class MetricParticipant(Participant):
 
     def enter(self) -> None:
         if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
-            raise JoinValueError("A metric was given to Join twice: give it alone or in its collection.")
+            raise JoinValueError("A metric was passed to Join twice: pass it alone or in its collection.")
         if self.metrics:
             _compat_metrics.link_collections()
         for position, metric in enumerate(self.metrics):
@@ -169,22 +169,22 @@ def check_metric(metric: Any, group: Any, driver: Driver, gather: Any = None) ->
     if _compat_metrics.parts(metric):
         if not _compat_metrics.is_passing_on(metric):
             raise UnsupportedError(
-                f"{name} keeps a state of its own besides its metrics', which ranks that have joined cannot follow."
+                f"{name} keeps its own state in addition to that of its metrics, and joined ranks cannot follow it."
                 " Give Join the metrics that it is made of, and compute the rest outside."
             )
         return
     if not all(_compat_metrics.is_own_gather(function) for function in (metric.dist_sync_fn, gather)):
         raise UnsupportedError(
-            f"{name} has a dist_sync_fn of its own, in which ranks that have joined cannot take part. Leave it out:"
-            " Join brings one for uneven inputs."
+            f"{name} has its own dist_sync_fn, and joined ranks cannot take part in it. Remove it: Join provides one"
+            " for uneven inputs."
         )
     if _compat_metrics.has_own_sync(metric):
         raise UnsupportedError(
-            f"{name} syncs in a way of its own (it overrides {_compat_metrics.SYNC_METHOD}), in which ranks that have"
-            " joined cannot take part. Do not give it to Join, and compute it after the `with`."
+            f"{name} has its own way of syncing (it overrides {_compat_metrics.SYNC_METHOD}), and joined ranks cannot"
+            " take part in it. Do not give it to Join, and compute it after the `with`."
         )
     if (group or dist.group.WORLD) != driver.members.group:
         raise UnsupportedError(
-            f"{name} syncs over another process group than Join's. Create it with process_group=<the group of the"
+            f"{name} syncs over a different process group than Join's. Create it with process_group=<the group of the"
             " other joinables>."
         )

@@ -83,8 +83,8 @@ class ModuleMetrics(MetricParticipant):
         why = self._refused.get(id(metric))
         if why is not None and self.tail_log.meet():
             raise UnsupportedError(
-                f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At an epoch's end,"
-                " where all ranks take part, it works as ever."
+                f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At the end of an"
+                " epoch, where all ranks take part, syncing works as usual."
             )
         if why is not None and not _is_served(metric, self.driver):
             sync_dist(*args, **kwargs)

@@ -75,17 +75,17 @@ class Contents:
         for index, parameter in enumerate(self._parameters() if self._sums is not None else ()):
             if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
                 raise JoinError(
-                    f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or removed,"
-                    f" while ranks {list(joined)} have joined: they reduce this gradient too, without it. Register"
-                    " hooks before the loop."
+                    f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or removed"
+                    f" while ranks {list(joined)} have joined: they reduce this gradient too, without that change."
+                    " Register hooks before the loop."
                 )
 
     def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
-            f"The sharded parameters were changed outside of the optimizer's step (parameter {where} of this rank's"
-            f" shards), as by clipping weights or loading a state, while ranks {list(joined)} have joined: they own a"
-            " part of these parameters and cannot know of it. Do it after the loop, or give Join the optimizer that"
-            " does it."
+            f"The sharded parameters were changed outside the optimizer step (parameter {where} of this rank's shards),"
+            f" for example by clipping weights or loading a state, while ranks {list(joined)} have joined: they own a"
+            " part of these parameters and cannot know about it. Change them after the loop, or give Join the optimizer"
+            " that does it."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
@@ -114,7 +114,7 @@ def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
     """
     if before != state_of(optimizer):
         raise JoinError(
-            f"The state of {type(optimizer).__name__} was changed outside of its step (cleared, scaled or loaded, or a"
-            f" parameter came to another group), while ranks {list(joined)} have joined: they step a part of the"
-            " sharded parameters with their own state. Do it after the loop."
+            f"The state of {type(optimizer).__name__} was changed outside its step (cleared, scaled or loaded, or a"
+            f" parameter moved to another group) while ranks {list(joined)} have joined: they step a part of the"
+            " sharded parameters with their own state. Change it after the loop."
         )

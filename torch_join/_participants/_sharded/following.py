@@ -53,8 +53,8 @@ class Following:
         self.contents = Contents(lambda: self.shards)
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
-                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares in which order the modules of"
-                " each rank run, and those of a rank that has joined do not. Use another debug level, or fully_shard."
+                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares the order in which each rank"
+                " runs its modules, and a joined rank does not run them. Use another debug level, or fully_shard."
             )
 
     def watch(self) -> Callable[[], None]:
@@ -153,8 +153,8 @@ def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
     for size in _compat.group_sizes(model):
         if size != len(ranks):
             raise UnsupportedError(
-                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, and ranks {list(ranks)}"
-                " take part. All of them must hold a shard of each part: make its process_group of all ranks."
+                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, but ranks {list(ranks)}"
+                " take part. Each of them must hold a shard of each part: use a process_group of all ranks."
             )
     model_parallel_groups: dict[tuple[int, ...], list[int]] = {}
     for mesh in _compat.meshes(model):
@@ -162,8 +162,8 @@ def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
         if {*whole.mesh.flatten().tolist()} != {*ranks}:
             held = sorted(whole.mesh.flatten().tolist())
             raise UnsupportedError(
-                f"A part of {type(model).__name__} is on a mesh of ranks {held}, and ranks {list(ranks)} take part."
-                " All of them must hold a shard of each part: make the mesh over all ranks."
+                f"A part of {type(model).__name__} is on a mesh of ranks {held}, but ranks {list(ranks)} take part."
+                " Each of them must hold a shard of each part: use a mesh over all ranks."
             )
         for peers in _across(whole, mesh):
             model_parallel_groups[tuple(peers)] = [ranks.index(rank) for rank in peers]

@@ -33,8 +33,8 @@ def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[
         if (optimizer := innermost_optimizer(thing)) is not None and holds_shards(optimizer):
             if not models:
                 raise UnsupportedError(
-                    f"{type(thing).__name__} steps sharded parameters, and no sharded model was given to Join. Give the"
-                    " model too, before it: Join([model, optimizer])."
+                    f"{type(thing).__name__} steps sharded parameters, but Join got no sharded model. Pass the model"
+                    " too, before the optimizer: Join([model, optimizer])."
                 )
             optimizers.append(optimizer)
             participants.append(ShardedStepParticipant(driver, len(participants), optimizer, models))
@@ -51,12 +51,12 @@ def _refuse_copies(joinables: Sequence[Any]) -> None:
         if by_others and not is_average and any(_compat.is_shard(p) and p.requires_grad for p in thing.parameters()):
             raise UnsupportedError(
                 f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
-                " batch together, so none can run out before the others. Give the ranks of a group the same batches,"
-                " and leave Join out; or use fully_shard over other ranks as well, whose batches may be uneven."
+                " batch together, so none can run out before the others. Give the ranks of a group the same batches and"
+                " train without Join; or use fully_shard over other ranks as well, whose batches may be uneven."
             )
         if by_others or is_average:
             raise UnsupportedError(
-                f"{type(thing).__name__} holds sharded parameters that are not trained themselves (of an AveragedModel,"
-                " for example): ranks that have joined would not update their part of it. Leave it out, and update it"
-                " after the loop, on all ranks."
+                f"{type(thing).__name__} holds sharded parameters that are not trained themselves (an AveragedModel,"
+                " for example): joined ranks would not update their part of it. Leave it out, and update it after the"
+                " loop, on all ranks."
             )

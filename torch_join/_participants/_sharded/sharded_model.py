@@ -99,8 +99,9 @@ class ShardedModelParticipant(Participant, LoopModel):
             if before is not None and not is_known(gradient, before):
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} that no sync has averaged yet was cleared or"
-                    f" changed by hand, while ranks {list(self.members.joined_names)} have joined: they hold a share of"
-                    " it and cannot know of it. Clear gradients after a backward that syncs, or let each backward sync."
+                    f" changed by hand while ranks {list(self.members.joined_names)} have joined: they hold a share of"
+                    " it and cannot know about that. Clear gradients after a backward that syncs, or let each backward"
+                    " sync."
                 )
 
     @property
@@ -169,9 +170,9 @@ class ShardedModelParticipant(Participant, LoopModel):
         for unit in self.following.units:
             if unit.is_bypassed:
                 raise JoinError(
-                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, is"
-                    f" in the place of FullyShardedDataParallel's, while ranks {list(self.members.joined_names)} have"
-                    " joined: they cannot know of it. Change none there, or all of them by zero_grad()."
+                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, has"
+                    f" replaced FullyShardedDataParallel's, while ranks {list(self.members.joined_names)} have joined"
+                    " and cannot know about that. Leave all of them in place, or clear them all with zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:
@@ -219,8 +220,8 @@ class ShardedModelParticipant(Participant, LoopModel):
             if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
                     f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
-                    " has averaged yet, and on no active rank did the backward that has just synced come to that"
-                    " module: FSDP would lose this rank's share. Use the same modules in all micro-batches of an"
+                    " has averaged yet, and the backward that has just synced did not reach that module on any active"
+                    " rank: FSDP would lose this rank's share. Use the same modules in all micro-batches of an"
                     " accumulation, or end it with the loop."
                 )
 

@@ -40,8 +40,8 @@ class ShardedStepParticipant(Participant):
         self.optimizer = optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
-                "LBFGS of sharded parameters: it runs its closure as often as values of its own tell it to, which ranks"
-                " that have joined do not know. Use an optimizer that runs it once."
+                "LBFGS of sharded parameters: the number of times it runs its closure depends on values that joined"
+                " ranks do not know. Use an optimizer that runs it once."
             )
         owned = {id(p): model for model in models for unit in model.following.units for p in unit.registered}
         mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -49,8 +49,8 @@ class ShardedStepParticipant(Participant):
         if other:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first of"
-                f" shape {tuple(other[0].shape)}). A joined rank steps its shards itself, but gets replicated"
-                " parameters at the end. Give them an optimizer each, and Join every model."
+                f" shape {tuple(other[0].shape)}). A joined rank steps its shards itself, but receives replicated"
+                " parameters at the end. Use one optimizer for each, and pass every model to Join."
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._scales = False  # whether the current step scales the gradients itself

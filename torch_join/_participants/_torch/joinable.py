@@ -198,8 +198,8 @@ class HookDriver(Driver):
 
     def _refuse(self, index: int, kind: str) -> JoinError:
         error = JoinError(
-            f"torch's Join has no place in this step for what {self._owners[index]} does ({kind}): a step is a forward"
-            " of the first model, then at most one backward and one optimizer step;"
+            f"torch's Join cannot handle what {self._owners[index]} does in this step ({kind}): a step is a forward of"
+            " the first model, then at most one backward and one optimizer step;"
             f" {name_ranks(self.members.joined_names)} joined. Use torch_join.Join, which has no such limit."
         )
         self._word(_MORE)  # the joined ranks take it for the count, and get the error as they meet
@@ -268,8 +268,8 @@ class WrappingJoinable(Joinable):
         """
         if holds_shards(self.wrapped):
             raise UnsupportedError(
-                f"{type(self.wrapped).__name__} holds shards of a model, of which a rank that has joined still owns a"
-                " part; torch's own Join cannot have it follow. Give the model and its optimizer to torch_join.Join."
+                f"{type(self.wrapped).__name__} holds shards of a model, and a joined rank still owns a part of them,"
+                " but torch's own Join cannot make it follow. Pass the model and its optimizer to torch_join.Join."
             )
         for name in kwargs:
             refuse_misspelt(name)
@@ -298,7 +298,7 @@ class WrappingJoinable(Joinable):
         if hook is None:
             return
         if driver is not None and self in driver.joinables:
-            raise JoinValueError(f"{self} was given to Join twice.")
+            raise JoinValueError(f"{self} was passed to Join twice.")
         if is_first and not self.leads():
             raise self.misplaced("a JoinableModel, or whatever announces each step, must come before it")
         if driver is None:
@@ -313,9 +313,9 @@ class WrappingJoinable(Joinable):
     def misplaced(self, rule: str) -> JoinValueError:
         """Return the error for a list in the wrong order."""
         return JoinValueError(
-            f"{self} cannot stand where it does in the list of torch's Join, which runs the hooks of a step in its"
-            f" order and counts the active ranks when the first one says so: {rule}. Or use torch_join.Join, which"
-            " takes any order."
+            f"{self} is at the wrong place in the list for torch's Join, which runs the hooks of a step in its order"
+            f" and counts the active ranks when the first one says so: {rule}. Or use torch_join.Join, which takes any"
+            " order."
         )
 
     def make_participant(self, driver: Driver, index: int) -> Participant | None:

@@ -49,8 +49,8 @@ class JoinableModel(WrappingJoinable):
     def make_participant(self, driver: Driver, index: int) -> Participant:
         if has_synced_norms(self.wrapped):
             raise UnsupportedError(
-                "SyncBatchNorm has collectives in forward and backward, of which a rank that has joined hears nothing"
-                " in torch's Join. Use torch_join.Join, or BatchNorm."
+                "SyncBatchNorm has collectives in forward and backward, and a rank that has joined under torch's Join"
+                " cannot take part in them. Use torch_join.Join, or BatchNorm."
             )
         if index > 0 and not isinstance(driver.tail_log.participants[0], ModelParticipant):
             raise self.misplaced("no JoinableMetric may come before it")
@@ -117,12 +117,12 @@ class JoinableState(WrappingJoinable):
     def __init__(self, thing: Any, process_group: dist.ProcessGroup | None = None) -> None:
         if isinstance(thing, DistributedDataParallel) or is_sharded(thing) or holds_metrics(thing):
             raise JoinTypeError(
-                f"A {type(thing).__name__} takes part in each step: give it as JoinableModel, JoinableOptimizer or"
+                f"A {type(thing).__name__} takes part in each step: pass it as JoinableModel, JoinableOptimizer or"
                 " JoinableMetric."
             )
         if not has_state(thing):
             raise JoinTypeError(
-                f"JoinableState takes something with state_dict and load_state_dict, not {type(thing).__name__}."
+                f"JoinableState takes an object with state_dict and load_state_dict, not {type(thing).__name__}."
             )
         super().__init__(thing, process_group, torch.device("cpu"))
 

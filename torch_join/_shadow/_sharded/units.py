@@ -21,7 +21,7 @@ def is_first_generation(model: nn.Module) -> bool:
     if first and any(isinstance(module, _compat.FSDPModule) for module in model.modules()):
         raise UnsupportedError(
             f"{type(model).__name__} is sharded by FullyShardedDataParallel in one part and by fully_shard in another,"
-            " which clip and save by different rules. Use one of them, preferably fully_shard, for the whole model."
+            " and the two clip and save differently. Use one of them, preferably fully_shard, for the whole model."
         )
     return first
 
@@ -54,9 +54,8 @@ def units_of(model: nn.Module) -> list[Unit]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
             raise UnsupportedError(
-                f"{name} is trained and belongs to nothing that FSDP shards (ignored_params, a module outside of it),"
-                " so nobody averages its gradient. Shard it, freeze it, or put it in a DistributedDataParallel model of"
-                ' its own. If it is an expert of this rank\'s own, use Join(..., placeholder="last"): see'
-                " docs/spread.md."
+                f"{name} is trained but not sharded by FSDP (ignored_params, a module outside it), so its gradient is"
+                " never averaged. Shard it, freeze it, or put it in a DistributedDataParallel model of its own. If it"
+                ' is an expert that only this rank has, use Join(..., placeholder="last"): see docs/spread.md.'
             )
     return units
