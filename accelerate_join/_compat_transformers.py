@@ -90,8 +90,7 @@ def refuse_to_resize(folder: str, world_size: int) -> None:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {writers} ranks, and this job has {world_size}."
             " JoinTrainer can change the number of ranks only if it wrote the checkpoint and both jobs have two ranks"
-            f" or more. Resume with {writers} ranks, from a checkpoint of an epoch's end, or with"
-            " ignore_data_skip=True."
+            f" or more. Resume with {writers} ranks, from the end of an epoch, or with ignore_data_skip=True."
         )
 
 

@@ -88,9 +88,9 @@ def _context(
     if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting function cannot be used with gradient_accumulation_steps > 1: it would weight each batch by"
-            " its own count instead of the count of the accumulation window. Use gradient_accumulation_steps=1 and `for"
-            " window in join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all"
-            " batches but the last."
+            " its own count, not by the accumulation window's. Set it to 1 and use `for window in"
+            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but the"
+            " last."
         )
     context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)
@@ -366,8 +366,8 @@ class AcceleratorContext:
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
                 f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"
-                " once in join_uneven_inputs, and ran out of batches before others: it began each epoch while they were"
-                " in the one before. Loop over `join.batches(loader)`, over accelerator.join_batches(loader) without"
-                " the `with`, or wrap the data in accelerate.data_loader.DataLoaderShard; or use a `with` for each"
-                " epoch."
+                " once in join_uneven_inputs, and ran out of batches before others, so each of its epochs started while"
+                " the others were in the previous one. Loop over `join.batches(loader)`, or over"
+                " accelerator.join_batches(loader) without the `with`; wrap the data in"
+                " accelerate.data_loader.DataLoaderShard; or use a `with` for each epoch."
             )

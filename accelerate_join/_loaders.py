@@ -277,10 +277,10 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
                 JoinDataWarning.warn(
                     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
-                    " iterable, or are dispatched from the main process: these fill up their last batches with samples"
-                    " that are there already, and train on them twice. To see each sample once, give each process its"
-                    " own part of the stream and wrap it in accelerate.data_loader.DataLoaderShard without preparing"
-                    " it; or pass even_batches=None to leave it as it is without this warning."
+                    " iterable, or are dispatched from the main process: these repeat samples to fill their last"
+                    " batches. To train on each sample once, wrap each process's part of the stream in"
+                    " accelerate.data_loader.DataLoaderShard without preparing it. To keep this without a warning, pass"
+                    " even_batches=None."
                 )
         yield
 

@@ -239,11 +239,11 @@ class Operations(ActiveOperations, Participant):
         if for_metrics and not self._has_warned:
             self._has_warned = True
             JoinDataWarning.warn(
-                f"Rank {self.members.rank} has run out of batches, and does not see what the others gather for metrics"
-                " from now on in this loop. A metric that it computes itself is of a part of the samples only. Rank 0"
-                " sees everything where Accelerate has sharded the data. For a metric that all ranks have, evaluate"
-                " with even_batches=True (outside of the context, for example), or sum up on each rank and reduce"
-                " after the loop."
+                f"Rank {self.members.rank} has run out of batches and, for the rest of this loop, does not see what"
+                " other ranks gather for metrics. A metric that it computes itself lacks these samples; rank 0 sees all"
+                " of them if Accelerate has sharded the data. For a metric on all ranks, evaluate with"
+                " even_batches=True (outside the context, for example), or add up on each rank and reduce after the"
+                " loop."
             )
 
 

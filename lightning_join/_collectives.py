@@ -111,10 +111,9 @@ class ActiveCollectives:
             return
         said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` needs tensors of the same shape, but they differ between ranks: {said}. (Samples are never"
-            " repeated to make the numbers equal.) If only the numbers of rows differ, call `gather_rows(tensor)` of"
-            " the strategy (`self.trainer.strategy`, `fabric.strategy`), which returns the rows of all ranks in one"
-            " tensor."
+            f"`all_gather` needs tensors of the same shape, but they differ between ranks: {said}. If only the numbers"
+            " of rows differ, call `gather_rows(tensor)` of the strategy (`self.trainer.strategy`, `fabric.strategy`):"
+            " it returns the rows of all ranks in one tensor, without repeating any."
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name

@@ -337,7 +337,7 @@ LONG_DATA, SHORT_DATA = "`__len__` of a dataset with indices: too large", "that 
 
 TWICE = "which already gives this process 1 of 3 samples. Accelerate splits these among 3 processes again"
 DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
-FILLED_UP = "fill up their last batches with samples that are there already"
+FILLED_UP = "repeat samples to fill their last batches"
 SAID, LEFT = "said it had 6 batches and yielded 4", "have batches left after 2 steps"
 MINE = {"own_shards": True}
 ACCELERATES = exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9], [4, 5, 10, 11])

@@ -296,9 +296,9 @@ class Joins:
             if self._inner:
                 with telling_failures(driver.tail_log.channel):
                     raise JoinError(
-                        "A loop over a dataloader of Fabric's asked for its next batch while another one, which was"
-                        f" begun inside it, has not ended. If these are two loaders of one loop, go {_BATCHES}. If an"
-                        " iterator is held in a variable (a progress bar), `del` it where its loop is left."
+                        "A loop over a dataloader of Fabric's requested its next batch while another loop, started"
+                        f" inside it, has not ended. To read two loaders in a single loop, go {_BATCHES}. If a variable"
+                        " (a progress bar) holds an iterator, `del` it where its loop is left."
                     )
 
     def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
@@ -324,9 +324,9 @@ class Joins:
         if uneven or (certain is not None and min(certain) != max(certain)):
             how = "have run out" if uneven else "will run out"
             raise JoinError(
-                f"A loop over a dataloader of Fabric's was begun inside another one in which some ranks {how} of"
-                " batches before others: those would miss their part of it. Evaluate after the loop, give the inner"
-                f" loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable holds an iterator over"
+                f"A loop over a dataloader of Fabric's was started inside another one in which some ranks {how} of"
+                " batches before others and would miss their part. Evaluate after the loop, give the inner loop a"
+                f" DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable still holds the iterator of"
                 " an outer loop that is over, `del` it."
             )
 

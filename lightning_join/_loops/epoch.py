@@ -360,9 +360,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
                 "A weighting function cannot be used with accumulate_grad_batches > 1: it would weight each batch by"
-                " its own count instead of the count of the accumulation window. Use accumulate_grad_batches=1 and"
-                " larger batches; or put torch_join.windows around the dataloader and optimize manually, with a whole"
-                " window as one batch."
+                " its own count, not by the accumulation window's. Use accumulate_grad_batches=1 and larger batches; or"
+                " torch_join.windows around the dataloader and manual optimization, with a whole window as one batch."
             )
 
     def _time_to_validate(self) -> bool:

@@ -196,7 +196,7 @@ def nest(rank: int) -> None:
 
 def test_a_loop_inside_a_loop_raises(workers: Workers) -> None:
     for outcome in workers.outcomes(2, nest):
-        assert "was begun inside another one" in outcome.error
+        assert "was started inside another one" in outcome.error
 
 
 class Shrinking(SequentialSampler):

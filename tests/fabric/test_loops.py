@@ -92,7 +92,7 @@ def refused(outcomes: list[Any], *texts: str) -> None:
 def test_a_nested_loop_raises_where_some_ranks_run_out(workers: Workers, stream: bool) -> None:
     until = 1 if not stream else 4  # where lengths are certain, at the first
     outcomes = workers.outcomes(2, to_the_end, validate_within, (2, 4), stream, (2, 2), until)
-    refused(outcomes, "begun inside another one", "fabric.strategy.batches(zip(a, b))", "Evaluate after")
+    refused(outcomes, "started inside another one", "fabric.strategy.batches(zip(a, b))", "Evaluate after")
 
 
 def train_within(rank: int, does: str) -> None:

@@ -123,9 +123,9 @@ class Backwards:
         self._warned.add("gather")
         JoinDriftWarning.warn(
             f"{zeros} {'have' if len(joined) > 1 else 'has'} joined: their rows are zeros, and a loss over the rows of"
-            " all ranks (a contrastive one) takes them for samples. Use join.all_gather(x, sync_grads=True), or in"
-            " Lightning self.all_gather: they return the rows of join.active_ranks alone, among which this rank's own"
-            " are at another place. If your code leaves the zeros out, nothing is wrong."
+            " all ranks (a contrastive one) counts them as samples. Use join.all_gather(x, sync_grads=True), or"
+            " self.all_gather in Lightning: they return only the rows of join.active_ranks, so this rank's rows may"
+            " move. If your code already drops the zeros, nothing is wrong."
         )
 
     def before_reduction(self, operation: str, reduce_op: str | None, tensors: Sequence[Tensor]) -> bool:
@@ -222,7 +222,7 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
     raise UnsupportedError(
         f"{operation} in backward{where} under {weighting}: gradients are weighted when they reach the parameters, so"
         " this call would combine unweighted ones. Only calls that sum or move gradients in an autograd function's"
-        " backward are supported. Use weighting='world' with a loss that weights samples itself."
+        " backward work. Use weighting='world' with a loss that weights samples itself."
     )
 
 

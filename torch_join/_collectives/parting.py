@@ -74,7 +74,7 @@ class Parting:
         raise JoinError(
             f"Rank {self._members.name} called {operation} after its last batch, but {others} went on to the next step"
             " without it, so the call would wait forever. A loop with iter() and next() ends only when next() is called"
-            " once more: use `for`, or call next(iterator, None) first. If the call belongs to the step, make it at the"
+            " once more: use `for`, or call next(iterator, None) first. If the call belongs to the step, make it in the"
             f" same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
         )
 

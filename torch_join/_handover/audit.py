@@ -229,10 +229,10 @@ class Audit:
 
 
 _DIFFERED = (
-    "{when}, the ranks already differed in {what}. They have trained differently up to there; what was given to"
-    " Join and is handed over at the end of a tail is the same again now. Usual causes: something that the loop"
-    " computes differs by rank (from its own len(loader), its own loss, a counter that was not handed over), a"
-    " parameter that is changed outside of DDP, two backwards after one forward."
+    "{when}, the ranks already differed in {what}. They have trained differently up to there. What Join was given and"
+    " hands over at the end of a tail is the same again now. Usual causes: the loop computes a value that differs"
+    " between ranks (from its own len(loader), its own loss, a counter that is not handed over), a parameter is changed"
+    " outside DDP, or there are two backwards after one forward."
 )
 _LOSSY = (
     "After the handover the ranks still differ in {what}: its load_state_dict does not restore what its state_dict"
@@ -240,26 +240,26 @@ _LOSSY = (
 )
 _STALE = (
     "After the tail of a loop the ranks differ in {what}, where they were the same before it: ranks that had"
-    " joined did not run your code. If it has a part in training they will drift apart: give it to Join, or keep it in"
-    " an object with state_dict and load_state_dict, and give it that: Join([model, optimizer, it]). Of buffers that"
-    " DDP does not broadcast, or FSDP, hand_over_buffers=True says that all ranks are to have the same, False that they"
-    " are not."
+    " joined did not run your code. If it affects training, the ranks will drift apart: give it to Join, or keep it in"
+    " an object with state_dict and load_state_dict, and give Join that object: Join([model, optimizer, it]). For"
+    " buffers that neither DDP nor FSDP broadcasts, hand_over_buffers=True makes them the same on all ranks, and False"
+    " says that each rank has its own."
 )
 _EMPTY = (
-    "After the tail of a loop the ranks differ in {what}: an optimizer steps what has a gradient, even one of zeros,"
-    " and leaves what has none. Use zero_grad(set_to_none=True)."
+    "After the tail of a loop the ranks differ in {what}: an optimizer steps a parameter with a gradient, even zero,"
+    " and skips one without. Use zero_grad(set_to_none=True)."
 )
 
 _ALONE = (
     "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank ran out of inputs"
     " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
-    " with state_dict and load_state_dict: Join([model, optimizer, it]). (It is unknown whether it is an average where"
-    " that rank has not stepped its optimizer before. What is not updated in each step needs none of this.)"
+    " with state_dict and load_state_dict: Join([model, optimizer, it]). (If that rank has not stepped its optimizer"
+    " before, it is unknown whether the object is an average. If it is not updated in each step, ignore this warning.)"
 )
 _UNTOLD = (
-    "In the tail of a loop each rank keeps its own {what}: a step changed them before its forward, where the ranks met,"
-    " so that nobody can tell whether all had the same before it. hand_over_buffers=True says that all ranks are to"
-    " have the same, False that they are not."
+    "In the tail of a loop each rank keeps its own {what}: a step changed these buffers before its forward, where the"
+    " ranks synchronize, so it is unknown whether all ranks had the same before it. hand_over_buffers=True makes them"
+    " the same on all ranks, and False says that each rank has its own."
 )
 
 

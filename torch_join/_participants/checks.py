@@ -53,7 +53,7 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
             raise UnsupportedError(
                 f"{name} holds a DistributedDataParallel model that was not passed to Join, so nothing would announce"
                 " its calls to joined ranks. Pass the DistributedDataParallel itself, and keep calling it through"
-                f" {name}. An object that only keeps a copy, such as an AveragedModel, takes the inner model:"
+                f" {name}. To an object that only keeps a copy, such as an AveragedModel, pass the inner model,"
                 " `ddp.module`."
             )
 

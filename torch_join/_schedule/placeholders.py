@@ -254,8 +254,8 @@ class WeighedLosses:
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
                 "The placeholder's loss has zero weight, but its gradients are NaN (0 times NaN) and would reach all"
-                " ranks: either the placeholder contains a NaN, or the loss is divided by its number of unmasked items,"
-                " which is 0. Return another placeholder, or divide by `max(count, 1)`."
+                " ranks. Either the placeholder contains a NaN, or its loss is divided by 0 unmasked items. Return"
+                " another placeholder, or divide by `max(count, 1)`."
             )
         return finite(gradient) if not self.joined and self.factor == 0 else None
 

@@ -317,10 +317,10 @@ def dealt_among(
         return [{**first, "state": None} if is_dealt else None] * world
     if not is_dealt:
         raise JoinValueError(
-            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. Only a"
-            " sampler that deals one order to all ranks, as DistributedSampler does, can deal the rest to other ranks;"
-            f" here some rank has data of its own. Resume with {len(places)} ranks, or from a state that was written"
-            " after a loop."
+            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. The rest"
+            " can be distributed anew only by a sampler that gives all ranks parts of the same order, such as"
+            f" DistributedSampler; here some rank has its own data. Resume with {len(places)} ranks, or from a state"
+            " written after a loop."
         )
     taken = [place["taken"] - place["start"] for place in places if place is not None]
     deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]

@@ -145,7 +145,7 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
                 f"The {type(loader.dataset).__name__} of a train dataloader was resumed in the middle of an epoch, and"
                 f" would start there in the next epoch too, since its own epoch is still {now}. Call the dataset's"
                 " `set_epoch(epoch)` before each epoch (in Lightning, in `on_train_start` and `on_train_epoch_start`),"
-                " or resume from a checkpoint written at the end of an epoch."
+                " or resume from the end of an epoch."
             )
 
 

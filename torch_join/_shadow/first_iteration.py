@@ -86,11 +86,11 @@ class FirstIteration:
             return
         where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         raise JoinError(
-            "static_graph=True fixes in a model's first iteration how many gradients each parameter gets, and the ranks"
-            f" do not agree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on"
-            f" this rank and {theirs[where]} on another. A rank without a batch takes every parameter for used once."
-            " Give each rank a batch in the first iteration, freeze parameters that are never used, or use"
-            " static_graph=False with find_unused_parameters=True."
+            "static_graph=True fixes in the first iteration how many gradients each parameter gets, but the ranks"
+            f" disagree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on this"
+            f" rank and {theirs[where]} on another. (A rank without a batch counts each parameter once.) Give each rank"
+            " a batch in the first iteration, freeze unused parameters, or use static_graph=False with"
+            " find_unused_parameters=True."
         )
 
     def _times(self) -> list[int]:

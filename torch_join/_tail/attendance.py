@@ -219,9 +219,9 @@ class Attendance(Driver):
         if not self._steps_elsewhere:
             return
         raise JoinError(
-            f"Rank {self.members.name} iterates over join.batches in a different thread than the one that runs its"
-            f" steps, as a background prefetcher does, and {name_ranks(self.members.joined_names)} ran out of batches."
-            " So it is unclear which step a batch is for. Put the thread inside: `join.batches(prefetcher(loader))`."
+            f"Rank {self.members.name} iterates over join.batches in a different thread than its steps, as a background"
+            f" prefetcher does, and {name_ranks(self.members.joined_names)} ran out of batches, so it is unclear which"
+            " step a batch is for. Put the thread inside: `join.batches(prefetcher(loader))`."
         )
 
     # ------------------------------------------------------------ the end of a loop

@@ -67,8 +67,8 @@ def nested() -> JoinError:
     """Return the error for a loop inside another loop."""
     return JoinError(
         "A loop over join.batches was started inside another one, or while a variable (a progress bar, for example)"
-        " still holds another one that was left with `break`: joined ranks cannot follow. `del` the variable, start one"
-        " loop after the other has ended, or loop over both at once: join.batches(zip(a, b))."
+        " holds another one that was left with `break`: joined ranks cannot follow. `del` the variable, start one loop"
+        " after the other, or loop over both at once: join.batches(zip(a, b))."
     )
 
 
@@ -105,9 +105,9 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
 def late_backward(rank: int) -> JoinError:
     """Return the error for a backward whose forward ran in a loop that has ended on all ranks."""
     return JoinError(
-        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended on all ranks, some of"
-        " which ran out of batches before others. The other ranks have gone on, so this backward would be averaged with"
-        " those of later steps. Run a batch's backward before you request the next batch."
+        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended, after some ranks ran"
+        " out of batches before others. The other ranks have gone on, so it would be averaged with backwards of later"
+        " steps. Run a batch's backward before you request the next batch."
     )
 
 
@@ -115,8 +115,7 @@ def read_ahead(rank: int) -> JoinError:
     """Return the error for a backward after the end of a loop that asked for a second batch before any forward."""
     return JoinError(
         f"Rank {rank} runs a backward after the end of a loop over join.batches that requests a batch before the model"
-        " has seen the previous one, as a prefetcher does. Its last batches would no longer be trained together with"
-        " the others'. Put the prefetcher inside: join.batches(prefetcher(loader)), in Accelerate"
-        " join_batches(prefetcher(loader)), in Fabric fabric.strategy.batches(prefetcher(loader)). A backward of"
-        " something else needs its own loop."
+        " has seen the previous one, as a prefetcher does. The other ranks would miss its last batches. Put the"
+        " prefetcher inside: join.batches(prefetcher(loader)); the same for Accelerate's join_batches and Fabric's"
+        " fabric.strategy.batches. Any other backward needs its own loop."
     )

@@ -91,7 +91,7 @@ def train_from_a_queue(rank: int, lengths: tuple[int, ...]) -> Any:
 def test_a_loop_in_another_thread_raises_where_a_rank_runs_out(workers: Workers) -> None:
     assert workers.run(2, train_from_a_queue, (3, 3)) == [3, 3]
     for outcome in workers.outcomes(2, train_from_a_queue, (1, 3)):
-        assert "iterates over join.batches in a different thread than the one that runs its steps" in outcome.error
+        assert "iterates over join.batches in a different thread than its steps" in outcome.error
 
 
 def ask_amid_a_backward(rank: int) -> list[float]:

@@ -70,7 +70,7 @@ def save_behind(
     training, batches, off = Training(DistributedDataParallel), batches_of(rank, lengths), 0.0
     scheduler = StepLR(training.optimizer, 1, 0.5)
     kept: list[Any] = []
-    with warned("a checkpoint of that is old") as found, Join([*training.given, scheduler], **options) as join:
+    with warned("a checkpoint of it would be outdated") as found, Join([*training.given, scheduler], **options) as join:
         for _ in range(EPOCHS):
             if how == "zip":
                 for _, x in zip(range(len(batches)), join.batches(batches), strict=False):

@@ -88,8 +88,8 @@ class Overlapping(UnpaddedDistributedSampler):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("a shard of its own", "here some rank has data of its own"),
-        ("batches of its own", "here some rank has data of its own"),
+        ("a shard of its own", "here some rank has its own data"),
+        ("batches of its own", "here some rank has its own data"),
         ("made for another number", "distributes samples to 1 ranks, but 2 ranks continue the epoch"),
         ("other samples", r"another loader than this DataLoader \(samples: 9 then, 10 now\)"),
     ],

@@ -229,11 +229,11 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("in a loop", r"join.load_state_dict\(\) was called in a loop"),
         (
             "another world",
-            "in the middle of a loop by 1 ranks, and there are 2 now. Only a sampler that deals one order to all ranks",
+            "in the middle of a loop by 1 ranks, and there are 2 now.",
         ),
         ("another version", "version 99"),
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
-        ("another loader", r"another loader than this DataLoader \(batches: . then, unknown now"),
+        ("another loader", r"a different loader than this DataLoader \(batches: . then, unknown now"),
         ("now rebalanced", "with rebalance=True was resumed from a state that was written without it"),
         ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with it"),
         ("longer", r"another loader than this list \(batches: 3 then, 4 now\)"),

@@ -192,10 +192,10 @@ class Gradients:
             where = verdicts.index(CHANGED)
             raise JoinError(
                 "A gradient was changed by hand (by clipping, for example) since the last backward, and the next one"
-                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}). Ranks"
-                f" {members.joined_names}, which have joined, cannot know about the change. Call zero_grad() after each"
-                " optimizer step, or change gradients only right before it. (Checkpointing with use_reentrant=True"
-                " looks the same: use False.)"
+                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}), which ranks"
+                f" {members.joined_names} cannot know: they have joined. Call zero_grad() after each optimizer step, or"
+                " change gradients only right before it. (Checkpointing with use_reentrant=True looks the same: use"
+                " False.)"
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
@@ -269,8 +269,8 @@ class Gradients:
                 f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
                 " no longer the average that this rank got, and the next backward accumulates into"
                 f" it.{between if joined_amid else ' It'} was changed by hand (through `.data`, GradScaler.unscale_),"
-                " and joined ranks cannot know of it. Call zero_grad() after each optimizer step, or change gradients"
-                " only right before it."
+                " which joined ranks cannot know. Call zero_grad() after each optimizer step, or change gradients only"
+                " right before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:
@@ -322,9 +322,9 @@ class Gradients:
         """
         raise JoinError(
             f"This rank has joined while it holds a gradient that no sync has averaged yet (parameter {index}, of shape"
-            f" {tuple(self.parameters[index].shape)}), and active ranks cannot tell whether such gradients have been"
-            " cleared since. Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run"
-            " a backward in each of its steps."
+            f" {tuple(self.parameters[index].shape)}), and active ranks cannot tell whether it has been cleared since."
+            " Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run a backward in"
+            " each of its steps."
         )
 
 

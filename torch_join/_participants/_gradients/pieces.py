@@ -89,8 +89,8 @@ class Pieces:
             return
         raise UnsupportedError(
             "Reentrant activation checkpointing, or a loss that runs its own backwards (GradCache), with collectives in"
-            " backward while some ranks have joined: they cannot follow a backward inside a backward. Use checkpointing"
-            " with use_reentrant=False, and compute the loss in one piece."
+            " backward: joined ranks cannot follow a backward inside a backward. Use checkpointing with"
+            " use_reentrant=False, and compute the loss in one piece."
         )
 
     def begin_whole(self) -> None:

@@ -220,9 +220,9 @@ class ShardedModelParticipant(Participant, LoopModel):
             if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
                     f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
-                    " has averaged yet, and the backward that has just synced did not reach that module on any active"
-                    " rank: FSDP would lose this rank's share. Use the same modules in all micro-batches of an"
-                    " accumulation, or end it with the loop."
+                    " has averaged yet, and the last backward that synced did not reach that module on any active rank:"
+                    " FSDP would lose this rank's share. Use the same modules in all micro-batches of an accumulation,"
+                    " or end it with the loop."
                 )
 
     # ------------------------------------------------------------ at the end
