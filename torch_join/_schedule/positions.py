@@ -105,7 +105,7 @@ class Position:
             if place is not None:
                 if differs := differs_from(loader, self._size, place):
                     JoinDataWarning.warn(
-                        f"The state was written after a loop over another loader than this {type(loader).__name__}"
+                        f"The state was written after a loop over a different loader than this {type(loader).__name__}"
                         f" ({differs}), whose order may be another one than without the interruption.{advice}"
                     )
                 self._end(place, restored)

@@ -112,7 +112,7 @@ def test_what_cannot_be_raises_on_all_ranks(workers: Workers, what: str, message
 def test_without_names_another_loop_s_end_is_noticed(workers: Workers) -> None:
     for rank, (then, now) in enumerate([(1, 2), (3, 0)]):
         (text,) = workers.run(2, refuse, "without names")[rank]
-        assert f"over another loader than this list (batches: {then} then, {now} now)" in text
+        assert f"over a different loader than this list (batches: {then} then, {now} now)" in text
 
 
 def test_one_process_has_a_place_for_each(tmp_path: Path) -> None:

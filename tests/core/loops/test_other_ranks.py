@@ -91,7 +91,7 @@ class Overlapping(UnpaddedDistributedSampler):
         ("a shard of its own", "here some rank has its own data"),
         ("batches of its own", "here some rank has its own data"),
         ("made for another number", "distributes samples to 1 ranks, but 2 ranks continue the epoch"),
-        ("other samples", r"another loader than this DataLoader \(samples: 9 then, 10 now\)"),
+        ("other samples", r"a different loader than this DataLoader \(samples: 9 then, 10 now\)"),
     ],
 )
 def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, message: str, tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("another loader", r"a different loader than this DataLoader \(batches: . then, unknown now"),
         ("now rebalanced", "with rebalance=True was resumed from a state that was written without it"),
         ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with it"),
-        ("longer", r"another loader than this list \(batches: 3 then, 4 now\)"),
+        ("longer", r"a different loader than this list \(batches: 3 then, 4 now\)"),
     ],
 )
 def test_what_cannot_be_resumed_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
