@@ -351,7 +351,7 @@ def _check_supported(trainer: Any) -> None:
         )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True restarts training with smaller batches only on the rank that ran out of"
+            f"{name}: auto_find_batch_size=True restarts training with smaller batches only on the rank that lacks"
             " memory. Find per_device_train_batch_size in a single process, and set it."
         )
 

@@ -229,7 +229,7 @@ def test_a_process_that_ends_with_old_parameters_fails(workers: Workers, lengths
     outcomes = workers.outcomes(2, leave, lengths, "held", "", False, "exit")
     assert outcomes[short].trace == "exit code 1\n"
     assert (
-        f"Rank {short}: JoinError: The process left a loop that others continued, and ended"
+        f"Rank {short}: JoinError: The process left a loop that others continued, and exited"
         in outcomes[1 - short].error
     )
 

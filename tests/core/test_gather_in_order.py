@@ -197,7 +197,7 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     "rows": (
         lambda rank: [(torch.ones(2), torch.ones(3 - rank))],
         lambda _: None,
-        "rank 0 cannot be joined. Batch 0: rows[1] has 3 rows, and rows[0] 2",
+        "rank 0 cannot be joined. Batch 0: rows[1] has 3 rows, but rows[0] 2",
     ),
     "list of tensors": (
         lambda rank: [{"y": [torch.ones(3)] * 2}],

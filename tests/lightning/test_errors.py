@@ -189,7 +189,7 @@ def test_what_cannot_work_raises_on_every_rank(workers: Workers, name: str) -> N
 
 def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
     outcomes = workers.outcomes(2, fit_own_loop, Fit((2, 3)))
-    assert_all_raise(outcomes, "UnsupportedError", "OwnLoop of its own")
+    assert_all_raise(outcomes, "UnsupportedError", "its own OwnLoop")
 
 
 @pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])

@@ -65,7 +65,7 @@ def test_every_name_that_ddp_has() -> None:
 
 
 def test_a_timeout_in_seconds_is_refused() -> None:
-    with pytest.raises(JoinTypeError, match=r"got 5\. Write timeout=timedelta\(seconds=5\)"):
+    with pytest.raises(JoinTypeError, match=r"not 5\. Write timeout=timedelta\(seconds=5\)"):
         DDPJoinStrategy(timeout=5)
     assert DDPJoinStrategy(timeout=timedelta(seconds=5))._timeout == timedelta(seconds=5)
 

@@ -58,7 +58,7 @@ def test_both_names_raise(name: str, value: bool) -> None:
     if new == "enable" and value:  # its default, which a configuration gives beside the old name
         return
     with pytest.raises(
-        JoinTypeError, match=f"{old}= is the old name of {new}=, and both were passed. Remove {old}= out"
+        JoinTypeError, match=f"{old}= is the old name of {new}=, and both were passed. Remove {old}=\\."
     ):
         make(**{old: True, new: value})
 

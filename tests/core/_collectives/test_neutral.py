@@ -181,7 +181,7 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 def test_the_docs_show_the_table() -> None:
     text = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text()
     operations = ((f"`{e.operation}`", e.contribution, e.result) for e in ENTRIES.values())
-    assert _table(("operation", "a joined rank must contribute", "active ranks get"), operations) in text
+    assert _table(("operation", "a joined rank contributes", "active ranks get"), operations) in text
     reductions = ((f"`{r.op}`", r.contribution, r.result) for r in REDUCTIONS)
-    assert _table(("reduce operation", "a joined rank must contribute", "active ranks get"), reductions) in text
+    assert _table(("reduce operation", "a joined rank contributes", "active ranks get"), reductions) in text
     assert _table(("what raises", "why", "use instead"), iter(REFUSALS)) in text

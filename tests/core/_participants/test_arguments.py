@@ -45,7 +45,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "seconds": (
         lambda: Join([nn.Linear(1, 1)], timeout=5),  # type: ignore[arg-type]
         JoinTypeError,
-        r"got 5\. Write timeout=timedelta\(seconds=5\)",
+        r"not 5\. Write timeout=timedelta\(seconds=5\)",
     ),
     "misspelt": (
         lambda: Join([nn.Linear(1, 1)], weigthing="samples"),

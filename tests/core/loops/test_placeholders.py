@@ -322,7 +322,7 @@ def test_no_rows_are_of_what_is_known_to_have_some() -> None:
     emptied = without_rows(batch)
     assert type(emptied) is defaultdict
     assert [len(emptied["x"]), len(emptied["pair"][0]), emptied["pair"][1], emptied["names"]] == [0, 0, 5, []]
-    with pytest.raises(JoinTypeError, match="finds a ndarray in a batch"):
+    with pytest.raises(JoinTypeError, match="found a ndarray in a batch"):
         without_rows({"x": np.ones(3)})
 
 
