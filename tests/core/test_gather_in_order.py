@@ -208,7 +208,7 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     "shapes": (
         lambda rank: [torch.ones(2, 3 + rank)],
         lambda _: None,
-        "rank 0 has rows (float32 rows of [3]), and rank 1 rows (float32 rows of [4])",
+        "rank 0 has rows (float32 rows of [3]), and rank 1 has rows (float32 rows of [4])",
     ),
     "keys": (
         lambda rank: [{"a": [1]}, {"b": [1]}],
