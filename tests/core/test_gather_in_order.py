@@ -213,10 +213,10 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     "keys": (
         lambda rank: [{"a": [1]}, {"b": [1]}],
         lambda _: None,
-        "batch 0 has rows['a'] (a list), and batch 1 no rows['a']",
+        "batch 0 has rows['a'] (a list), and batch 1 has no rows['a']",
     ),
-    "some indices": (lambda rank: [[1]], lambda rank: [[1]] if rank else None, "Rank 0 gave no indices"),
-    "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices of 2 batches, and rows of 1"),
+    "some indices": (lambda rank: [[1]], lambda rank: [[1]] if rank else None, "Rank 0 passed no indices"),
+    "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices of 2 batches, but rows of 1"),
     "floats": (lambda rank: [[1]], lambda rank: [[1.5]], "Indices must be integers, not [1.5]"),
     "pickle": (lambda rank: [[lambda: 0]], lambda _: None, "rows cannot be pickled"),
     "empty": (lambda rank: [{}], lambda _: None, "rows contains no tensor and no list"),
