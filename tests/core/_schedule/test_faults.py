@@ -1,166 +1,37 @@
-"""Rebalancing when something goes wrong: who is left ends in time and knows why, and nothing is left behind."""
+"""Rebalanced loops that are left, batches that cannot travel, and loaders that are not what they seem."""
 
-import gc
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from tests.core.loops.test_join_faults import (
-    GRACE,
-    TIMEOUT,
-    BrokenError,
-    Fault,
-    Report,
-    Training,
-    check_survivors,
-    end,
-    resume,
-    train,
-)
-from tests.covering import others_long
 from tests.support.front_ends.plain import Loop, Stream
-from tests.support.inside import counted_gifts, exchange_threads, planned_rows
+from tests.support.inside import planned_rows
 from tests.support.run import Batch, difference
+from tests.support.stopped import GRACE, TIMEOUT
 from tests.support.warned import warned
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join, JoinValueError
 
 WITHIN = TIMEOUT + GRACE  # seconds until a rank raises what another one has told, or why it hears nothing
-STOPPED = 2 * TIMEOUT + GRACE  # a timeout, a health check, and rank 0 waits once more as it leaves
 LENGTHS = (4, 9, 2)
 LOOPS = ("sized", "iterable")
 GIVER, RECEIVER = 1, 2  # rank 0 trains on its own batches
-LARGE = 2**20  # elements of what makes a gift so large that it is on its way for a while
 
 
-class Map(Dataset[Any]):
-    """What a loader of certain length reads, which can go wrong."""
-
-    def __init__(self, batches: list[Any], look: Callable[[int], None]) -> None:
-        self.batches, self.look = batches, look
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        self.look(index)
-        return self.batches[index]
+class BrokenError(Exception):
+    """What the user's code raises."""
 
 
 def first(batch: Any) -> Any:
     return batch
-
-
-class Rebalanced(Training):
-    """A model, an optimizer and a loop of rebalanced large batches, in which one rank does something wrong."""
-
-    def run(self) -> None:
-        joinables = [self.ddp, self.optimizer, self.scheduler, self.counter]
-        pad = torch.zeros(LARGE)
-        batches = [(*batch, pad.clone()) for batch in Loop(self.fault.lengths).batches(self.rank, 0)]
-        with ExitStack() as stack:
-            # Gifts are in the giver's memory, and in sockets, while something happens in a step.
-            stack.enter_context(counted_gifts(0.1))
-            self.join = stack.enter_context(Join(joinables, timeout=timedelta(seconds=TIMEOUT), rebalance=True))
-            for step, batch in enumerate(self.join.batches(self.loader_of(batches))):
-                self.step(step, batch[:2])
-            self.at(len(batches), "exit")
-
-    def loader_of(self, batches: list[Any]) -> Iterable[Any]:
-        if self.fault.loop == "iterable":
-            return Stream(self.loader(batches))
-        data = Map(batches, lambda index: self.at(index, "loader"))
-        return DataLoader(data, batch_size=None, collate_fn=first)
-
-    def installed(self) -> dict[str, Any]:
-        return {**super().installed(), "threads": remaining_threads(self.rank)}
-
-
-def remaining_threads(rank: int) -> list[str]:
-    end = time.monotonic() + TIMEOUT + 2  # a message that comes no more is waited for as long
-    while exchange_threads() and time.monotonic() < end:
-        time.sleep(0.05)
-    return exchange_threads()
-
-
-def train_rebalanced(rank: int, fault: Fault) -> None:
-    train(rank, fault, Rebalanced)
-
-
-def found(workers: Workers, fault: Fault, store: str = "file") -> list[Report | None]:
-    return end(workers, fault, store, train_rebalanced)
-
-
-WHERE = ("loader", "forward", "body", "backward", "optimizer")
-RAISES = {
-    f"{where}-{who}-{loop}": Fault(where, rank, step, LENGTHS, loop)
-    for where in WHERE
-    for who, rank, step in (("giver", GIVER, 2), ("receiver", RECEIVER, 1))
-    for loop in LOOPS
-}
-RAISES["loader-at-once"] = Fault("loader", GIVER, 0, LENGTHS)
-RAISES["body-of-the-first-step"] = Fault("body", GIVER, 0, LENGTHS)
-RAISES["body-of-the-last-step"] = Fault("body", GIVER, 4, LENGTHS)
-RAISES["exit-giver"] = Fault("exit", GIVER, LENGTHS[GIVER], LENGTHS)
-RAISES["exit-receiver"] = Fault("exit", RECEIVER, LENGTHS[RECEIVER], LENGTHS)
-
-
-@pytest.mark.parametrize("name", others_long(RAISES, "loader-giver-sized", "backward-receiver-iterable", "exit-giver"))
-def test_a_rank_that_raises_is_named_and_its_exception_passes(workers: Workers, name: str) -> None:
-    fault = RAISES[name]
-    reports = found(workers, fault)
-    culprit = reports[fault.rank]
-    assert culprit is not None
-    assert culprit.unchanged, culprit
-    assert not culprit.left, culprit
-    check_survivors(reports, fault, f"Rank {fault.rank}: BrokenError: in {fault.where}", within=WITHIN)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
-def test_a_rank_that_is_killed_is_named(workers: Workers, victim: int, step: int, loop: str) -> None:
-    reports = found(workers, Fault("kill", victim, step, LENGTHS, loop))
-    assert reports[victim] is None
-    # gloo leaves a thread that was in the middle of a message of the victim's.
-    check_gone(reports, victim, WITHIN, ("threads",))
-
-
-def check_gone(reports: list[Report | None], victim: int, within: float, may_leave: tuple[str, ...] = ()) -> None:
-    for rank, report in enumerate(reports):
-        if rank != victim:
-            assert report is not None, rank
-            assert report.errors, rank
-            assert f"rank {victim}" in report.errors[0].lower(), (rank, report)
-            assert report.seconds < within, (rank, report)
-            assert {*report.left} <= {*may_leave}, (rank, report)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("victim", [GIVER, RECEIVER], ids=["giver", "receiver"])
-@pytest.mark.long  # waits for timeouts
-def test_a_rank_that_is_stopped_is_named(workers: Workers, victim: int, loop: str) -> None:
-    fault = Fault("stop", victim, 1, LENGTHS, loop)
-    resuming = threading.Thread(target=resume, args=(workers.pid(victim), STOPPED))
-    resuming.start()
-    reports = found(workers, fault, "tcp")  # whoever is stopped may hold the lock of a file store
-    resuming.join()
-    # gloo keeps a thread that is in the middle of a message to the victim until the victim goes on, or ends.
-    check_gone(reports, victim, STOPPED, ("threads",))
-    assert workers.run(len(LENGTHS), remaining_threads, store="") == [[]] * len(LENGTHS)
 
 
 # ---------------------------------------------------------------- loops that are left
@@ -284,46 +155,7 @@ def test_what_ends_the_loop_of_one_rank_is_told(
         assert outcome.seconds < (WITHIN if timeout == TIMEOUT else 10.0), outcomes
 
 
-def leave_amid(rank: int, lengths: tuple[int, ...], stop: int, weighting: str) -> int:
-    """Break on all ranks between a batch and its forward; one of them looks who is active before."""
-    small = Small(lengths, weighting=weighting)
-    with small.join() as join:
-        for batch in join.batches(small.data.batches(rank, 0)):
-            if join.step == stop:
-                if rank == 0:
-                    assert join.active_ranks
-                    with torch.no_grad():
-                        small.model(batch[0])
-                break
-            small.step([batch])
-    return stop
-
-
-@pytest.mark.parametrize("weighting", ["world", "samples"])
-def test_all_ranks_may_break_where_one_has_done_more_than_others(workers: Workers, weighting: str) -> None:
-    assert workers.run(2, leave_amid, (3, 9), 3, weighting) == [3, 3]
-
-
 # ---------------------------------------------------------------- one `with` after the other
-
-
-def twice(rank: int, lengths: tuple[int, ...], loop: str) -> list[Tensor]:
-    small = Small(lengths)
-    again = small.join()
-    for epoch, join in enumerate((small.join(), again, again, small.join())):
-        with join:
-            small.go_through(join, rank, epoch, loop)
-    return small.parameters
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_contexts_in_a_row_are_exact(workers: Workers, loop: str) -> None:
-    lengths = (1, 8, 3)
-    found: list[list[Tensor]] = workers.run(3, twice, lengths, loop)
-    one = Small(lengths, wraps=False)
-    for epoch in range(4):
-        one.follow(rows_of(lengths, loop), epoch)
-    assert all(difference(mine, one.parameters) < 1e-10 for mine in found)
 
 
 def fail_and_go_on(rank: int, lengths: tuple[int, ...], who: int, loop: str) -> tuple[list[str], list[Tensor]]:
@@ -362,53 +194,6 @@ def test_after_an_exception_that_is_caught_another_context_is_exact(workers: Wor
             assert f"BrokenError: {where}" in error
             assert error.startswith("PeerFailedError") == (rank != who)
         assert difference(parameters, one.parameters) < 1e-10
-
-
-def apart(rank: int, lengths: tuple[int, ...]) -> list[Tensor] | None:
-    """Train on the first two ranks, of which one is in a group of other ranks, too."""
-    group = dist.new_group([0, 1])
-    dist.new_group([0, 2])
-    small = Small(lengths, wraps=False)
-    if rank == 2:
-        return None
-    small.model = DistributedDataParallel(small.models, process_group=group)
-    with small.join() as join:
-        small.go_through(join, rank, 0)
-    return small.parameters
-
-
-def test_ranks_of_a_group_may_be_in_others(workers: Workers) -> None:
-    lengths = (2, 7)
-    outcomes = workers.outcomes(3, apart, lengths, timeout=30.0, deadline=60.0)
-    one = Small(lengths, wraps=False)
-    one.follow(planned_rows(lengths), 0)
-    for outcome in outcomes[:2]:
-        assert not outcome.error, outcomes
-        assert difference(outcome.value, one.parameters) < 1e-10
-
-
-def many(rank: int, times: int) -> list[tuple[int, int, list[str]]]:
-    """Return the descriptors, the threads of the process and what Python's are called, after each context."""
-    lengths, counts = (1, 6), []
-    small = Small(lengths)
-    for _ in range(times):
-        with small.join(timeout=timedelta(seconds=20)) as join:
-            small.go_through(join, rank, 0)
-        gc.collect()
-        counts.append((entries("/proc/self/fd"), entries("/proc/self/task"), exchange_threads()))
-    return counts
-
-
-def entries(folder: str) -> int:
-    return len([*Path(folder).iterdir()])
-
-
-def test_thirty_contexts_leave_nothing_behind(workers: Workers) -> None:
-    for counts in workers.run(2, many, 30):
-        early, late = counts[5], counts[-1]
-        assert late[0] <= early[0], counts
-        assert late[1] <= early[1], counts
-        assert not any(names for *_, names in counts), counts
 
 
 # ---------------------------------------------------------------- what is refused
@@ -626,24 +411,3 @@ def test_odd_loaders_are_exact_or_told(workers: Workers, lengths: tuple[int, ...
     data = Small(lengths, wraps=False).data
     wanted = [batch[0][0].tolist() for rank in range(len(lengths)) for batch in data.batches(rank, 0)]
     assert sorted(x for outcome in outcomes for x in outcome.value) == sorted(wanted * (2 if kind == "more" else 1))
-
-
-def unasked(rank: int, lengths: tuple[int, ...]) -> list[float]:
-    """Evaluate where a rank that has no batch asks for none, and then train."""
-    connect()
-    small, seen = Small(lengths), []
-    batches = small.data.batches(rank, 0)
-    with small.join() as join:
-        loop = iter(join.batches(batches))
-        if batches:
-            for x, _ in loop:
-                seen.append(x[0, 0].item())
-        small.go_through(join, rank, 1)
-    return seen
-
-
-def test_no_gift_is_lost_where_a_rank_without_batches_asks_for_none(workers: Workers) -> None:
-    outcomes = workers.outcomes(2, unasked, (0, 5))
-    if not any(outcome.error for outcome in outcomes):
-        data = Small((0, 5), wraps=False).data
-        assert sorted(x for o in outcomes for x in o.value) == sorted(x[0, 0].item() for x, _ in data.batches(1, 0))
