@@ -3,15 +3,12 @@
 Each run is compared with one process in float64. Rank 0 joins first; in the second epoch all have the same length.
 """
 
-import copy
-import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +23,6 @@ from tests.support.run import Batch, difference, reference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join._participants._gradients.other_verdicts import OtherVerdicts
-from torch_join.integration import ModelShadow
 
 LENGTHS = ((1, 5, 2), (2, 2, 2))
 LOOPS = ["sized", "heartbeat", "plain"]
@@ -184,41 +179,6 @@ def test_a_rank_that_can_tell_may_be_late(workers: Workers, skips: str, clears_a
         assert difference(outcome.parameters, reference(run).parameters) < 1e-10
 
 
-def run_ahead(rank: int, lengths: tuple[int, ...]) -> None:
-    model = DistributedDataParallel(new_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def average_nothing(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def forward_late(shadow: ModelShadow) -> Tensor:
-        time.sleep(0.2)
-        return forward(shadow)
-
-    forward = ModelShadow.forward
-    model.register_comm_hook(None, average_nothing)
-    late = mock.patch.object(ModelShadow, "forward", forward_late)
-    with late, Join([model, optimizer], timeout=timedelta(seconds=10), audit=False) as join:
-        for length in (3, lengths[rank]):  # DDP makes its buckets anew in the first loop, which all ranks wait for
-            for step, x in enumerate(join.batches([batch(0, rank, step) for step in range(length)])):
-                with model.no_sync() if step == 0 else nullcontext():
-                    if (rank, step) == (0, 0):
-                        continue  # so that rank 0, which leads, cannot tell what has become of rank 1's gradients
-                    model(x).sum().backward()
-                if step > 0:
-                    optimizer.step()
-                    IDIOMS["none"](list(model.parameters()), optimizer)
-
-
-@pytest.mark.parametrize("lengths", [(8, 1, 8), (2, 1, 2), (8, 1, 2)])
-def test_active_ranks_may_be_ahead(workers: Workers, lengths: tuple[int, ...]) -> None:
-    # As on accelerators: nobody waits for an average. What they say must be there when rank 1 comes to ask, also where
-    # they have come to the tail's end, or joined.
-    workers.run(3, run_ahead, lengths)
-
-
 def doubt_in_vain(rank: int, lengths: tuple[int, ...]) -> list[Tensor]:
     """A loop that ends amid an accumulation of which nobody can tell, and one without."""
     model = DistributedDataParallel(new_model())
@@ -303,23 +263,6 @@ def train_with_all(rank: int, pattern: str, turn: int) -> dict[str, list[Tensor]
     return {idiom: train(rank, run).parameters for idiom, run in runs.items()}
 
 
-def leave_out(rank: int) -> None:
-    """Ranks 0 and 1 leave out a whole micro-batch, forward too; so they have never run a backward without a sync."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
-    with Join([ddp]) as join:
-        for x in join.batches([torch.ones(2, 3, dtype=torch.float64)] * (1 if rank == 2 else 2)):
-            if join.step == 0 and rank < 2:
-                continue
-            with ddp.no_sync() if join.step == 0 else nullcontext():
-                ddp(x).sum().backward()
-
-
-def test_ranks_that_have_never_accumulated_say_that_they_cannot_tell(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, leave_out, timeout=2.0)
-    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
-
-
 def drop_by_model(rank: int, inner: bool) -> list[Tensor]:
     """Rank 0 drops, by a model's `zero_grad`, what the third window has come to; rank 1 has joined with its share."""
     torch.manual_seed(0)
@@ -356,60 +299,3 @@ def test_a_models_zero_grad_counts_too(workers: Workers, inner: bool) -> None:
             optimizer.step()
     for parameters in workers.run(2, drop_by_model, inner):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
-
-
-def copy_in_a_loop(rank: int) -> None:
-    model = new_model()
-    ddp = DistributedDataParallel(model)
-    with Join([ddp]) as join:
-        for x in join.batches([batch(0, rank, step) for step in range(2)]):
-            ddp(x).pow(2).mean().backward()
-            stored = io.BytesIO()
-            torch.save(model, stored)
-            stored.seek(0)
-            for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
-                other(x).pow(2).mean().backward()
-                other.zero_grad()
-                assert all(p.grad is None for p in other.parameters())
-                assert all(p.grad is not None for p in model.parameters())
-    assert "zero_grad" not in vars(model)
-
-
-def test_a_copy_of_a_given_model_clears_its_own_gradients(workers: Workers) -> None:
-    workers.run(2, copy_in_a_loop)
-
-
-def begin_after_a_step(rank: int, view: bool, may_break: bool) -> list[Tensor]:
-    """DDP rebuilds its buckets in the first forward of the loop, when the gradients from before have been cleared."""
-    model = new_model()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-    ddp(batch(0, rank, 0)).pow(2).mean().backward()
-    with Join([ddp], may_break=may_break) as join:
-        for x in join.batches([batch(0, rank, step) for step in range(2 * rank)]):
-            set_none(list(model.parameters()), torch.optim.SGD(model.parameters()))
-            ddp(x).pow(2).mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("may_break", [False, True])
-def test_what_is_cleared_before_buckets_are_rebuilt_is_seen(workers: Workers, may_break: bool, view: bool) -> None:
-    model = new_model()
-    (model(batch(0, 1, 1)).pow(2).mean() / 2).backward()
-    for found in workers.run(2, begin_after_a_step, view, may_break):
-        assert difference(found, gradients(list(model.parameters()))) < 1e-10
-
-
-def test_words_from_before_a_rank_has_joined_say_nothing_of_its_gradients() -> None:
-    kept: dict[str, Any] = {}
-    driver = mock.Mock()
-    driver.tail_log.channel.keep = kept.__setitem__
-    driver.tail_log.channel.ask = lambda key, ranks, of: {1: kept[key]}
-    active, joined = OtherVerdicts(driver, 0), OtherVerdicts(driver, 0)
-    driver.members.active = (0, 1, 2)
-    active.leave("cleared", averages=False)
-    driver.members.active = (1, 2)  # rank 0 has joined, with what it has accumulated since
-    active.leave("kept", averages=False)
-    joined.doubt()
-    active.leave("kept", averages=True)
-    assert (joined.begin_average(), joined.ask()) == ("kept", "kept")

@@ -67,38 +67,6 @@ def test_parameters_are_those_of_a_single_process(workers: Workers, name: str, j
         assert difference(outcomes[0].buffers, expected.buffers) < 1e-10
 
 
-def test_without_them_torchs_join_is_off(workers: Workers) -> None:
-    program = PROGRAMS["adam-turns"]
-    expected = reference(program)
-    off = difference(workers.run(3, train, program, "torch")[0].parameters, expected.parameters)
-    assert off > 1e-3
-
-
-def _plain_ddp(rank: int, lengths: Sequence[int], joinable: bool) -> list[torch.Tensor]:
-    program = Loop(lengths)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 3).double())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for epoch in range(3):
-        with TorchJoin([model, *([JoinableOptimizer(optimizer)] if joinable else [])]):
-            for x, y in program.batches(rank, epoch):
-                optimizer.zero_grad()
-                (model(x) - y).pow(2).mean().backward()
-                optimizer.step()
-    state = optimizer.state_dict()["state"]
-    return [p.detach() for p in model.parameters()] + [v for entry in state.values() for v in entry.values()]
-
-
-@pytest.mark.parametrize("lengths", [(0, 4), (5, 2, 3)])
-def test_an_optimizer_alone_keeps_torchs_ranks_in_step(workers: Workers, lengths: tuple[int, ...]) -> None:
-    """torch's own model hook averages the gradients; stale optimizers are what it leaves behind."""
-    results = workers.run(len(lengths), _plain_ddp, lengths, True)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-    first, *others = workers.run(len(lengths), _plain_ddp, lengths, False)
-    assert any(len(o) != len(first) or difference(o, first) > 1e-3 for o in others)
-
-
 # ---------------------------------------------------------------- metrics
 
 
@@ -275,29 +243,6 @@ def _left_behind(rank: int, kind: str) -> list[Any]:
 @pytest.mark.parametrize("kind", ["", "failed", "disabled"])
 def test_nothing_is_left_behind(workers: Workers, kind: str) -> None:
     assert workers.run(2, _left_behind, kind) == [[kind == "disabled", True, 2.0]] * 2
-
-
-def _in_turns(rank: int) -> list[Any]:
-    """A `Join` that an exception has ended, and that somebody still holds, is out of the way of the next."""
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    given = JoinableModel(model)
-    before = state_of(model)
-    failed = TorchJoin([given])
-    try:
-        with failed:
-            model(torch.ones(1, 1)).sum().backward()
-            raise KeyError
-    except KeyError:
-        pass
-    with TorchJoin([given, JoinableOptimizer(torch.optim.Adam(model.parameters()))]):
-        for _ in range(1 + rank):
-            model(torch.ones(1, 1)).sum().backward()
-    return [state_of(model) == before, [p.grad.tolist() for p in model.parameters() if p.grad is not None]]
-
-
-def test_a_failed_context_does_not_disturb_the_next(workers: Workers) -> None:
-    results = workers.run(2, _in_turns)
-    assert results[0] == results[1] == [True, [[[1.0 + 1.0 + 0.5]], [1.0 + 1.0 + 0.5]]]
 
 
 def _refused(rank: int, kind: str, joins: Any) -> str:

@@ -103,27 +103,3 @@ def test_nothing_stays_on_a_parameter_that_a_model_returns(workers: Workers) -> 
     for parameters, hooks in workers.run(2, with_penalty):
         assert difference(parameters, [p.detach() for p in net.parameters()]) < 1e-12
         assert hooks == 0
-
-
-def static(rank: int, how: str) -> float:
-    ddp = DistributedDataParallel(Net(Net.predict), static_graph=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    if how == "not entered":
-        Join([ddp, optimizer])
-    elif how == "left":
-        with Join([ddp, optimizer]):
-            pass
-    for epoch in range(2):
-        with Join([ddp, optimizer]) as join:
-            # Of one step, after which nothing looks at the first iteration any more.
-            for x in join.batches([batch(rank, step) for step in range(1 + 3 * epoch * rank)]):
-                optimizer.zero_grad()
-                ddp(x).pow(2).mean().backward()
-                optimizer.step()
-    return float(ddp.module.scale)
-
-
-@pytest.mark.parametrize("how", ["not entered", "left"])
-def test_another_join_around_a_static_graph_counts_no_gradient_twice(workers: Workers, how: str) -> None:
-    expected = workers.run(2, static, "")
-    assert workers.run(2, static, how) == expected

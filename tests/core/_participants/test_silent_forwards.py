@@ -1,6 +1,5 @@
 """Forwards without collectives: joined ranks hear of them with a backward, or with another forward."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import gradient_hook
 from tests.support.run import difference
 from tests.support.small import train_alone
 from tests.support.workers import Workers
-from torch_join import EarlyTerminationError, Join
-from torch_join._compat import ddp as _compat
+from torch_join import Join
 
 SHORT = timedelta(seconds=10)
 Apply = Callable[[Tensor], Tensor]
@@ -127,27 +124,6 @@ def test_a_loop_may_be_left_after_a_forward(workers: Workers, stops: Sequence[in
     assert difference(found[0], [p.detach() for p in model.parameters()]) < 1e-10
 
 
-def raise_after_a_forward(rank: int) -> tuple[str, bool]:
-    training, text = Training(), ""
-    try:
-        with Join(training.given, may_break=True, timeout=SHORT) as join:
-            warm_up(training, join, rank)
-            for step, x in enumerate(join.batches(batches(rank, (1, 9, 9)[rank]))):
-                loss = training.ddp(x).pow(2).mean()
-                if step == 3:
-                    raise ArithmeticError("after a forward")
-                training.step(iter([loss]))
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return text, join.joined  # which asks nobody any more
-
-
-def test_nothing_is_awaited_after_an_exception(workers: Workers) -> None:
-    found = [outcome.value for outcome in workers.outcomes(3, raise_after_a_forward)]
-    assert "failed, so rank 0 cannot go on" in found[0][0]
-    assert found[1:] == [("ArithmeticError: after a forward", False)] * 2
-
-
 # ---------------------------------------------------------------- a backward that another forward comes before
 
 
@@ -187,52 +163,3 @@ def test_a_forward_may_come_between_one_and_its_backward(
         optimizer.step()
     for parameters in workers.run(len(lengths), train, lengths, between, how):
         assert difference(parameters, [p.detach() for p in model.parameters()]) < 1e-10
-
-
-# ---------------------------------------------------------------- early termination
-
-
-def terminate(rank: int) -> int:
-    training = Training()
-    forwards: list[int] = []
-    training.ddp.module.register_forward_hook(lambda *_: forwards.append(1))
-    with (
-        pytest.raises(EarlyTerminationError),
-        Join(training.given, throw_on_early_termination=True, may_break=True, timeout=SHORT) as join,
-    ):
-        warm_up(training, join, rank)
-        for x in join.batches(batches(rank, 5 + rank)):
-            training.step(iter([training.ddp(x).pow(2).mean()]))
-    return len(forwards)
-
-
-def test_early_termination_comes_before_a_models_forward(workers: Workers) -> None:
-    assert workers.run(2, terminate) == [3 + 5] * 2
-
-
-# ---------------------------------------------------------------- several threads of the engine
-
-
-def test_all_of_a_backwards_threads_wait_for_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As for a model that is spread over several accelerators.
-    begun: list[int] = []
-
-    def begin() -> float:
-        begun.append(1)
-        time.sleep(0.2)
-        return 3.0
-
-    before_gradient, found = gradient_hook(begin), []
-    monkeypatch.setattr(_compat, "backward_in_progress", lambda: 7)
-
-    def hook() -> None:
-        scaled = before_gradient((torch.ones(1),))
-        found.append(None if scaled is None or scaled[0] is None else scaled[0].item())
-
-    threads = [threading.Thread(target=hook) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [3.0] * 3
-    assert begun == [1]
