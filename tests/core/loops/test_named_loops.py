@@ -19,7 +19,7 @@ from tests.core.loops.resumed import train
 from tests.core.loops.test_positions import list_of
 from tests.support.other_ranks import BEHIND, EVALUATED, check, own
 from tests.support.workers import Workers
-from torch_join import Join, JoinMonitor
+from torch_join import Join
 
 NAMES = ("first", "second", "validation")
 LENGTHS = ((0, 4, 6), (1, 0, 3), (3, 1, 0))  # of these loops, by rank
@@ -136,11 +136,3 @@ def test_one_process_has_a_place_for_each(tmp_path: Path) -> None:
         join.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         with join:
             assert [go(join, name) for name in names] == [[], whole[1][2:], *whole[2:]]
-
-
-def test_an_iterator_that_is_held_goes_on_behind_a_with_that_was_disabled() -> None:
-    for monitor in (None, JoinMonitor()):
-        with Join([nn.Linear(1, 1)], enable=False, monitor=monitor) as join:
-            held = iter(join.batches([1, 2, 3]))
-            assert next(held) == 1
-        assert [*held] == [2, 3]

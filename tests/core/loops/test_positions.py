@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from tests.core.loops.resumed import kind_of_loader, train
 from tests.support.many import seeds
-from tests.support.other_ranks import BEHIND, Chain, ShuffledStream, check, check_in_new_processes, own
+from tests.support.other_ranks import BEHIND, Chain, ShuffledStream, check, own
 from tests.support.warned import warned
-from tests.support.workers import WorkerError, Workers
+from tests.support.workers import Workers
 from torch_join import Join
 
 
@@ -123,21 +123,6 @@ def test_random_runs_go_on(workers: Workers, seed: int, tmp_path: Path) -> None:
     if breaks:  # before the last step
         places = [(which, one.randrange(case.steps - 1)) for which in range(2)]
     case.check(workers, places, tmp_path)
-
-
-def test_a_place_that_is_off_by_a_batch_is_noticed(workers: Workers, tmp_path: Path) -> None:
-    skewed = partial(train, skew=-1)
-    with pytest.raises(AssertionError) as found:
-        check(workers, own("stream", (0, 4, 9), [(0, 4)]), tmp_path, skewed)
-    assert found.type is AssertionError
-    with pytest.raises(WorkerError, match="reported the length 4 and goes on after that"):
-        check(workers, own("list", (0, 4, 9), [(0, 4)]), tmp_path, skewed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_in_new_processes(workers: Workers, tmp_path: Path, kind: str) -> None:
-    check_in_new_processes(workers, chain_of(kind, (0, 4, 9), [(1, 2)]), tmp_path, train)
 
 
 def list_of(rank: int, lengths: tuple[int, ...], kind: str = "list") -> Any:
