@@ -19,7 +19,6 @@ from tests.support.small import batch
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
-from torch_join._handover.early_exit import EarlyExit
 
 Lengths = tuple[int, ...]
 NEVER = 99
@@ -257,71 +256,6 @@ def test_with_accelerate(workers: Workers) -> None:
         assert "LR scheduler 0 (StepLR)" in outcome.error, outcome
 
 
-def test_flags_outlast_a_handover_within_the_others_loop() -> None:
-    net = nn.Linear(2, 2)
-    left = EarlyExit([net], [])
-    net.eval()
-    net.bias.requires_grad_(False)
-    left.meet()
-
-    def hand_over(trains: bool) -> None:
-        net.train()
-        net.bias.requires_grad_(True)
-        net.weight.requires_grad_(trains)
-        left.after_handover()
-        assert (net.training, net.bias.requires_grad, net.weight.requires_grad) == (False, False, trains)
-
-    hand_over(False)  # a checkpoint, before which another rank has frozen the weight
-    hand_over(True)  # the end of the tail: it has unfrozen it again
-
-
-def ask_for_none(rank: int) -> tuple[Tensor, Tensor]:
-    """Train in two epochs, for which rank 1 has no batch and asks for none; return the weight, and the right one."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 1).double()
-    alone, ddp = copy.deepcopy(net), DistributedDataParallel(net)
-    optimizer, other = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
-    with Join([ddp, optimizer]) as join:
-        for _epoch in range(2):
-            batches = [] if rank else [batch(0, step) for step in range(2)]
-            for _, x in zip(range(len(batches)), join.batches(batches), strict=False):
-                train_on(ddp, optimizer, x)
-            for step in range(2):
-                other.zero_grad()
-                (alone(batch(0, step)).pow(2).mean() / 2).backward()
-                other.step()
-    return net.weight.detach(), alone.weight.detach()
-
-
-def test_a_rank_may_ask_for_no_batch_in_several_epochs(workers: Workers) -> None:
-    for weight, expected in workers.run(2, ask_for_none):
-        assert (weight - expected).abs().max() < 1e-12
-
-
-def freeze(rank: int, lengths: Lengths) -> list[list[float] | bool]:
-    """Freeze a layer behind the last batch of a loop that nobody asks for its end."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
-    ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    found: list[list[float] | bool] = []
-    with Join([ddp, optimizer]) as join:
-        kept = []
-        for _epoch in range(2):
-            kept.append(iter(join.batches([batch(rank, step) for step in range(lengths[rank])])))
-            for _ in range(lengths[rank]):
-                train_on(ddp, optimizer, next(kept[-1]))
-            if not found:
-                net[0].requires_grad_(False)
-                found.append(lengths[rank] == max(lengths) and net[0].weight.flatten().tolist())
-    return [*found, net[0].weight.flatten().tolist(), net[0].weight.requires_grad]
-
-
-def test_a_layer_that_is_frozen_behind_the_last_batch_stays_so(workers: Workers) -> None:
-    (then, *first), (_, *second) = workers.run(2, freeze, (2, 1))
-    assert first == second == [then, False]
-
-
 def evaluate(rank: int, lengths: Lengths, stops: Lengths, how: str) -> list[str]:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
     ddp, optimizer = DistributedDataParallel(net), torch.optim.Adam(net.parameters())
@@ -364,25 +298,3 @@ def train_on(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 )
 def test_what_may_be_changed_is_no_drift(workers: Workers, lengths: Lengths, stops: Lengths, how: str) -> None:
     assert not any(workers.run(len(lengths), evaluate, lengths, stops, how))
-
-
-def normalize(rank: int) -> tuple[Tensor, int]:
-    net = nn.BatchNorm1d(3).double()
-    ddp = DistributedDataParallel(net)
-    with Join([ddp]) as join:
-        for step, x in enumerate(join.batches([batch(rank, s) for s in range(2 + rank)])):
-            if step == 2:
-                net.num_batches_tracked += 10  # type: ignore[operator]
-                break
-            ddp(x).square().sum().backward()
-    return net.running_mean, int(net.num_batches_tracked)  # type: ignore[return-value, arg-type]
-
-
-def test_buffers_that_ddp_broadcasts_are_those_of_the_last_forward(workers: Workers) -> None:
-    """Rank 1 alone comes to another step, and leaves it before its forward: rank 0 has the newest ones."""
-    expected = nn.BatchNorm1d(3).double()
-    for step in range(2):
-        expected(batch(0, step))
-    for mean, count in workers.run(2, normalize):
-        assert difference([mean], [expected.running_mean]) == 0
-        assert count == 12

@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DistributedSampler
 
 from tests.emulator import place
-from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE, TILES_PLACE
+from tests.support.inside import PLACES_PLACE, SET_TRAINING_PLACE
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
 from torch_join._handover import optimizers as _optimizers
 from torch_join._handover.audit import Audit
-from torch_join._handover.digest import checksums, local_checksums
-from torch_join.integration import Channel, open_channel
+from torch_join._handover.digest import checksums
+from torch_join.integration import Channel
 
 UNEVEN = ((2, 4), (3, 3), (4, 1))
 
@@ -85,10 +85,6 @@ class Holder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave all as it is."""
-
-
-class Lossy(Holder):
-    """A scheduler, by its looks, that does not restore what it saves."""
 
 
 def falling() -> Callable[[], float]:
@@ -264,73 +260,6 @@ def test_even_loops_are_looked_at_if_asked(workers: Workers) -> None:
     assert workers.run(2, drift, "a closure in the loop", "tail", epochs) == [[], []]
 
 
-def at_a_join(rank: int, kind: str) -> list[str]:
-    """Look at what the other checks of `Join` would stop first."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net())
-    optimizer: Any = Adam(ddp.parameters(), 0.1)
-    things: list[Any] = [ddp, optimizer, StepLR(optimizer, 1), torch.amp.GradScaler(place().type)]
-    ddp(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
-    weight = ddp.module.first.weight
-    with torch.no_grad():
-        if kind == "parameters" and rank:
-            weight[1, 0] += 1e-7
-        elif kind == "signs" and rank:
-            weight.neg_()
-        elif kind == "rows" and rank:
-            weight.copy_(weight.flip(0))
-        elif kind == "state" and rank:
-            optimizer.state[weight]["exp_avg"].add_(1)
-        elif kind == "hyperparameters":
-            optimizer.param_groups[0]["lr"] = 0.1 + rank
-        elif kind == "schedules":
-            things[2].last_epoch += rank
-        elif kind == "scalers":
-            things[3].load_state_dict({**things[3].state_dict(), "scale": 2.0**rank})
-        elif kind == "frozen":
-            weight.requires_grad_(not rank)
-        elif kind == "alike, but for signs of zero":
-            weight.zero_()
-            weight.mul_(1 - 2 * rank)
-    with warned() as said:
-        channel = open_channel()
-        audit = Audit(things, "tail", None)
-        audit.begin([0], settled=True)
-        torch.manual_seed(1)
-        for p in ddp.parameters():
-            p.data.fill_(0.5)
-            p.requires_grad_()
-        if kind == "gradients" and rank:
-            ddp.zero_grad()
-        if kind == "alike, but for signs of zero":
-            ddp.module.second.bias.data.fill_(0.0).mul_(1 - 2 * rank)
-        audit.end(channel, frozenset(), has_gradients=True)
-    return said
-
-
-JOINS = {
-    "parameters": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
-    "signs": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
-    "rows": r"already differed in model 0 \(DistributedDataParallel\): first.weight. They",
-    "state": r"already differed in optimizer 0 \(Adam\): state\[parameter 0 of group 0\]\['exp_avg'\]. They",
-    "hyperparameters": r"groups\[0\]\[0\]\['lr'\] \(0.1 on rank 0, 1.1 on rank 1\)",
-    "schedules": r"LR scheduler 0 \(StepLR\): state_dict\(\)\['last_epoch'\] \(0 on rank 0, 1 on rank 1\)",
-    "scalers": r"GradScaler 0 \(GradScaler\): state_dict\(\)\['scale'\] \(1.0 on rank 0, 2.0 on rank 1\)",
-    "frozen": r"requires_grad\['first.weight'\] \(True on rank 0, False on rank 1\)",
-    "gradients": r".grad of first.weight \(there on rank 0, None on rank 1\)",
-    "alike, but for signs of zero": r"^After the handover the ranks still differ in model 0 .*: second.bias: its load",
-}
-
-
-@pytest.mark.parametrize("kind", JOINS)
-def test_what_differs_when_a_rank_joins_is_named(workers: Workers, kind: str) -> None:
-    said, nothing = workers.run(2, at_a_join, kind)
-    assert nothing == []
-    with pytest.warns(UserWarning, match=JOINS[kind]):
-        warnings.warn("\n".join(said), stacklevel=1)
-
-
 class Loader:
     """Where it is differs by rank."""
 
@@ -489,17 +418,6 @@ class Counter(Channel):
         return [value]
 
 
-class Broken(dict[str, int]):
-    def items(self) -> Any:
-        raise OSError("not now")
-
-
-def test_what_cannot_be_looked_at_is_passed_over() -> None:
-    audit = Audit([Holder(closed=Broken()), Net()], "tail", None)
-    audit.begin([1], settled=True)
-    audit.end(Channel(), frozenset(), has_gradients=True)
-
-
 def test_it_is_one_message_where_nothing_differs_and_none_where_it_is_off() -> None:
     model = Net()
     for often, messages in (("tail", 1), (True, 1), (False, 0)):
@@ -526,26 +444,6 @@ def test_a_digest_weighs_every_place(dtype: torch.dtype) -> None:
     assert checksums([eye]) != checksums([eye[order]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128])
-def test_a_digest_that_is_not_exact(dtype: torch.dtype) -> None:
-    zeros, nans = torch.zeros(9, dtype=dtype), torch.full((9,), torch.nan, dtype=dtype)
-    assert checksums([zeros], exact=False) == checksums([-zeros], exact=False)
-    assert checksums([zeros]) != checksums([-zeros])
-    assert checksums([nans], exact=False) == checksums([-nans], exact=False)
-    infinite = torch.full((9,), torch.inf, dtype=dtype)
-    assert checksums([infinite], exact=False) != checksums([-infinite], exact=False)
-    assert checksums([infinite], exact=False) != checksums([nans], exact=False)
-
-
-def test_a_digest_is_of_one_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = torch.randn(70), torch.randn(300_001, dtype=torch.float64)
-    alone = checksums([small]) + checksums([large])
-    assert checksums([small, large]) == alone
-    assert checksums([large, small]) == alone[::-1]
-    monkeypatch.setattr(*TILES_PLACE, lambda _: 2)  # as on an accelerator
-    assert checksums([small, large]) == alone
-
-
 def large_attribute(rank: int) -> list[str]:
     """Something given holds a table of a million numbers, which the loop changes."""
     model = DistributedDataParallel(nn.Linear(2, 1))
@@ -563,15 +461,3 @@ def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:
     said, _ = workers.run(2, large_attribute)
     assert any("count" in text for text in said)
     assert not any("table" in text for text in said)
-
-
-def test_checksums_of_one_process_tell_changes_and_do_not_depend_on_what_else_there_is() -> None:
-    tensors = [torch.arange(6.0), torch.zeros(0), torch.ones(3, 2).t(), torch.tensor(1.0, dtype=torch.bfloat16)]
-    before = local_checksums(tensors)
-    assert [local_checksums([tensor])[0] for tensor in tensors] == before
-    assert before[2] == local_checksums([torch.ones(2, 3)])[0]
-    for index in (0, 2, 3):
-        changed = [tensor.clone() for tensor in tensors]
-        changed[index].data.neg_()
-        after = local_checksums(changed)
-        assert [place for place in range(4) if after[place] != before[place]] == [index]

@@ -306,21 +306,6 @@ def with_large(rank: int, large: int, function: Callable[..., Any], *args: Any) 
         return function(rank, *args)
 
 
-def in_a_group(rank: int) -> Any:
-    group = dist.new_group([0, 2])
-    model = nn.Linear(1, 1)
-    with torch.no_grad():
-        model.weight.fill_(rank)
-    if rank != 1:
-        hand_over([model], 1, open_channel(group), group)
-    return model.weight.item()
-
-
-@pytest.mark.parametrize("large", [4 * 2**20, 4])
-def test_the_source_is_a_rank_of_the_group(workers: Workers, large: int) -> None:
-    assert workers.run(3, with_large, large, in_a_group) == [2, 1, 2]
-
-
 def hand_shared_tensor_over(rank: int) -> Any:
     shared = torch.full((2,), float(rank))
     holder = Holder([shared, [shared]])
@@ -333,53 +318,3 @@ def test_what_a_custom_object_shares_with_others_is_not_written_to(workers: Work
     assert (first[0], second[0]) == ([0.0, 0.0], [1.0, 1.0])
     assert first[1:] == second[1:]
     assert first[2]
-
-
-def lr_tensors(rank: int) -> Any:
-    model = mlp()
-    lr = torch.tensor(0.1)
-    optimizer = torch.optim.Adam([{"params": [p]} for p in model.parameters()], lr=lr, foreach=False)
-    if rank == 0:  # one tensor for all groups on one of the ranks, one for each on the other
-        for index, group in enumerate(optimizer.param_groups):
-            group["lr"] = torch.tensor(0.5 + index)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for source in (0, 1):
-        hand_over([optimizer], source, open_channel())
-        assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 1.5, 2.5, 3.5]
-    return [group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True)]
-
-
-def test_one_tensor_does_not_get_two_contents(workers: Workers) -> None:
-    assert workers.run(2, lr_tensors) == [[True] * 4, [True, False, False, False]]
-
-
-def state_of_another_dtype(rank: int) -> Any:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    step(model, optimizer, seed=rank)
-    state = optimizer.state[model[0].weight]
-    if rank == 1:
-        state["momentum_buffer"] = state["momentum_buffer"].to(torch.float64) / 3
-    else:
-        state["of no use"] = 1
-    hand_over([optimizer], 1, open_channel())
-    assert optimizer.state[model[0].weight] is state
-    return freeze(state)
-
-
-def test_state_takes_the_dtype_and_the_keys_of_the_source(workers: Workers) -> None:
-    first, second = workers.run(2, state_of_another_dtype)
-    assert first == second
-    assert "float64" in str(first)
-
-
-def hand_sparse_over(rank: int) -> Any:
-    holder = Holder([torch.eye(2 + rank).to_sparse(), torch.eye(2 + rank).to_sparse_csr()])
-    hand_over([holder], 1, open_channel())
-    return [(str(tensor.layout), tensor.to_dense().tolist()) for tensor in holder.value]
-
-
-def test_sparse_tensors(workers: Workers) -> None:
-    first, second = workers.run(2, hand_sparse_over)
-    eye = torch.eye(3).tolist()
-    assert first == second == [("torch.sparse_coo", eye), ("torch.sparse_csr", eye)]

@@ -249,64 +249,6 @@ def test_parameters_that_no_model_holds(workers: Workers, kind: str) -> None:
     assert first == second
 
 
-def freeze_in_loop(rank: int) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 1)).double()
-    average = nn.Linear(2, 2).double()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = SGD(model.parameters(), 0.1)
-    outside = torch.ones(1, requires_grad=True)
-    other = SGD([outside], 0.1)
-    seen = []
-    with Join([average, ddp, optimizer, other]) as join:
-        for epoch, lengths in enumerate(((1, 3), (2, 2))):
-            for step in join.batches(range(lengths[rank])):
-                if (epoch, step) == (0, 2):
-                    model[0].requires_grad_(False)
-                    model[1].eval()
-                    average.eval().weight.requires_grad_(False)
-                    outside.requires_grad_(False)
-                optimizer.zero_grad()
-                ddp(inputs(rank, epoch, step)).square().mean().backward()
-                optimizer.step()
-            seen.append(model[0].weight.tolist())
-    flags = [p.requires_grad for p in (*model.parameters(), *average.parameters(), outside)]
-    return seen, model[2].weight.tolist(), flags, [m.training for m in (*ddp.modules(), average)]
-
-
-def test_what_is_frozen_or_in_training(workers: Workers) -> None:
-    first, second = workers.run(2, freeze_in_loop)
-    assert first == second
-    seen, _, flags, training = first
-    assert seen[0] == seen[1]  # frozen
-    assert flags == [False, False, True, True, False, True, False]
-    assert training == [True, True, True, False, True, False]
-
-
-def keep_buffers(rank: int, options: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
-    ddp = DistributedDataParallel(model, **options)
-    own = model[0].running_mean.clone()
-    with Join([ddp]) as join:
-        for step in join.batches(range([2, 4][rank])):
-            ddp(inputs(rank, 0, step) + 10 * rank).sum().backward()
-            own = model[0].running_mean.clone()
-    return own.tolist(), model[0].running_mean.tolist(), model[0].num_batches_tracked.item()
-
-
-@pytest.mark.parametrize("options", [{"broadcast_buffers": False}, {"broadcast_buffers": True}], ids=repr)
-def test_buffers_that_ddp_leaves_to_each_rank(workers: Workers, options: dict[str, Any]) -> None:
-    (own, after, count), (last, last_after, last_count) = workers.run(2, keep_buffers, options)
-    assert last == last_after
-    if options["broadcast_buffers"]:
-        assert after == last
-        assert (count, last_count) == (4, 4)
-    else:
-        assert after == own != last
-        assert (count, last_count) == (2, 4)
-
-
 class Experts(nn.Module):
     def __init__(self, rank: int, local: bool) -> None:
         super().__init__()
