@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -278,17 +277,6 @@ def can_be(case: Case) -> bool:
     return bool(has.get(case.step, True))
 
 
-def faults(hosts: str, loads: str) -> Iterator[Case]:
-    """Each fault of the first rank of each place in the tree."""
-    for victim, how, where in product((each[0] for each in kinds(hosts).values()), HOW, PLACES):
-        peer = neighbours_of(hosts, victim)[-1]
-        members = (victim, peer) if where == "sub-group" else ()
-        for step in STEPS if where == "set-up" else [""]:
-            case = Case(hosts, victim, how, where, peer, tuple(sorted(members)), step, loads)
-            if can_be(case):
-                yield case
-
-
 def draw(seed: int) -> Case:
     """Return a random fault: every fourth is at few ranks, which load data."""
     rng = random.Random(seed)
@@ -322,13 +310,6 @@ def draw_at(rng: random.Random, hosts: str, loads: str) -> Case:
     )
 
 
-LISTED = [
-    *faults(ONE, ""),
-    *faults(BLOCKS, ""),
-    *(case for loads in ("idle", "busy") for case in faults("aabb", loads)),
-]
-
-
 EARLY = [
     Case(ONE, 1, "kill", "set-up", 0, step="connect"),
     Case(ONE, 0, "stop", "set-up", 8, step="listen"),
@@ -352,9 +333,3 @@ def test_faults(crowd: Workers, tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_random_faults(crowd: Workers, tmp_path: Path, seed: int) -> None:
     check(crowd, tmp_path, draw(seed))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", LISTED, ids=str)
-def test_listed_faults(crowd: Workers, tmp_path: Path, case: Case) -> None:
-    check(crowd, tmp_path, case)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +24,8 @@ from tests.support.inside import (
     MOST_BYTES,
     Layout,
     Links,
-    awake_longer,
     channel_of,
     is_linked,
-    keys_of,
     links_of,
     messages,
     neighbours,
@@ -136,15 +133,6 @@ def test_an_address_that_answers_does_not_wait_for_others() -> None:
             connection.close()
 
 
-def test_a_failure_is_heard_of_where_no_address_can_be_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    looks, begun = iter([None, None]), time.monotonic()
-    with pytest.raises(StopIteration):
-        connect((["127.0.0.1"], port), 1, b"secret", begun + 20, lambda: next(looks))
-    assert time.monotonic() - begun < 5
-
-
 def test_a_peer_that_ends_before_it_has_got_all_is_lost() -> None:
     ours, theirs = connected()
     lost: list[int] = []
@@ -183,40 +171,6 @@ def test_messages_that_come_in_pieces_are_put_together(piece: int) -> None:
     theirs.close()
     links.close()
     assert got == [(1, 3, 7, text) for text in texts]
-
-
-def test_whoever_waits_reads_and_the_thread_does_not(ends: Ends) -> None:
-    assert ends.first.begin_reading()
-    ends.second.send([0], 1, 0, b"x")
-    time.sleep(0.1)
-    assert ends.got[0] == []
-    ends.first.read(1.0)
-    assert ends.got[0] == [(1, 1, 0, b"x")]
-    assert not ends.first.end_reading()
-    ends.second.send([0], 1, 0, b"y")
-    wait(lambda: len(ends.got[0]) == 2)
-
-
-def test_the_thread_reads_while_who_waits_looks(either: Ends) -> None:
-    got: list[int] = []
-
-    def look() -> None:
-        either.second.send([0], 1, 0, b"x")
-        time.sleep(0.2)
-        got.append(len(either.got[0]))
-
-    tree_over(either.first).wait(lambda: len(got) == 2, look, ChannelState())
-    assert got == [1, 2]
-
-
-@pytest.mark.parametrize(("stream", "reads"), [(ChannelState(), 4), (ChannelState(failure=b"told"), 3), (None, 3)])
-def test_who_waits_looks_at_once_where_a_failure_is_told_and_else_when_all_is_quiet(
-    ends: Ends, stream: ChannelState | None, reads: int
-) -> None:
-    looks: list[int] = []
-    with mock.patch.object(ends.first, "read", wraps=ends.first.read) as read:
-        tree_over(ends.first).wait(lambda: len(looks) == 3, lambda: looks.append(1), stream)
-    assert read.call_count == reads  # the last one after the last look
 
 
 def test_who_waits_amid_what_others_say_looks_too(either: Ends) -> None:
@@ -285,16 +239,6 @@ def test_who_waits_amid_a_message_reads_the_others_in_order() -> None:
     theirs.close()
     links.close()
     assert got == [b"1", b"2", b"3", b"4"]
-
-
-def test_who_has_yet_to_send_the_rest_of_a_message_does_not_put_off_reading(ends: Ends) -> None:
-    with ends.second.lock:  # which reads nothing meanwhile
-        ends.first.defer_reads()
-        ends.first.send([1], 3, 7, bytes(30_000_000))
-        assert not ends.first.reads_deferred
-        ends.first.defer_reads()
-        assert not ends.first.reads_deferred
-    wait(lambda: len(ends.got[1]) == 1)
 
 
 def test_many_threads_send_whole_messages(either: Ends) -> None:
@@ -375,23 +319,6 @@ def train_without_epoll(rank: int) -> list[Any]:
 def test_a_loop_without_epoll(workers: Workers) -> None:
     first, *others = workers.run(3, train_without_epoll)
     assert others == [first] * 2
-
-
-def end_without_epoll(rank: int) -> tuple[str, float]:
-    with without_epoll():
-        channel = open_channel()
-    channel.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return told(channel, channel.barrier, tells=False)
-
-
-def test_a_killed_rank_is_named_without_epoll(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, end_without_epoll)
-    for rank in (0, 2):
-        text, seconds = outcomes[rank].value
-        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone")
-        assert seconds < 1.0
 
 
 # ---------------------------------------------------------------- the layout
@@ -592,30 +519,6 @@ def test_meetings_of_which_ranks_hear_late(crowd: Workers, hosts: str, catches_u
 # ---------------------------------------------------------------- a loop leaves nothing
 
 
-def train_unevenly(rank: int) -> list[int]:
-    model = DistributedDataParallel(torch.nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    keys = []
-    for _ in range(3):
-        with Join([model, optimizer], may_break=True) as join:
-            store = channel_of(join)
-            for step, x in enumerate(join.batches([torch.ones(2, 5)] * (5, 40, 80)[rank])):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 39:
-                    keys.append(keys_of(store))
-    return keys
-
-
-def test_what_is_said_in_loops_is_forgotten(crowd: Workers) -> None:
-    first, *others = crowd.run(3, train_unevenly)
-    assert first == []
-    for keys in others:
-        assert len(keys) == 3
-        assert max(keys) < 12
-
-
 def open_and_close(rank: int) -> list[tuple[int, int, int]]:
     counts = []
     for number in range(60):
@@ -634,26 +537,6 @@ def test_channels_leave_no_threads_descriptors_or_messages(crowd: Workers) -> No
     for early, late in crowd.run(3, open_and_close):
         assert late == early
         assert late[2] <= 1
-
-
-def open_in_new_groups(rank: int) -> int:
-    before = -1
-    for number in range(6):
-        group = dist.new_group([0, 1, 2])
-        channel = open_channel(group)
-        assert channel.barrier(rank).total == 3
-        channel.close(meets=True)
-        dist.barrier()
-        dist.destroy_process_group(group)
-        del channel, group
-        if number == 1:
-            before = sum(thread.name == "torch_join links" for thread in threading.enumerate())
-    dist.barrier()
-    return sum(thread.name == "torch_join links" for thread in threading.enumerate()) - before
-
-
-def test_links_end_with_their_group(crowd: Workers) -> None:
-    assert crowd.run(3, open_in_new_groups) == [0] * 3
 
 
 # ---------------------------------------------------------------- silence
@@ -707,27 +590,3 @@ def notice_late(rank: int, late: int) -> str:
 def test_who_notices_late_that_a_link_broke_takes_nobody_for_killed(crowd: Workers, late: int) -> None:
     for rank, text in enumerate(crowd.run(3, notice_late, late)):
         assert text.startswith(f"Rank {rank} cannot go on: the link between ranks 0 and 1 broke"), text
-
-
-def wait_for_each_other(rank: int, cores: int) -> list[int]:
-    with mock.patch.object(os, "cpu_count", return_value=cores):
-        channel = open_channel(dist.new_group())
-    assert is_linked(channel)
-    counts = []
-    for meet in (channel.gather, lambda _: channel.append(0, True) if rank == 0 else channel.follow()):
-        with mock.patch.object(os, "sched_yield") as yields, awake_longer(50):
-            if rank == 0:
-                time.sleep(0.3)
-            meet(None)
-        counts.append(yields.call_count)
-    channel.close(meets=True)
-    return counts
-
-
-@pytest.mark.parametrize("cores", [2, 3])
-def test_a_core_stays_awake_for_a_record_where_each_rank_has_one(crowd: Workers, cores: int) -> None:
-    """Others wait for its answer; in a meeting it waits for others, for which it is awake a twentieth of that."""
-    _, *others = crowd.run(3, wait_for_each_other, cores)
-    for meeting, record in others:
-        assert 4 * meeting <= record  # others may have the core meanwhile
-        assert (record > 0) == (meeting > 0) == (cores == 3)

@@ -8,13 +8,10 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +25,6 @@ from torch_join import Join, JoinError, PeerFailedError
 from torch_join._collectives.tap import CollectiveTap
 from torch_join._compat.groups import is_gone
 from torch_join.integration import telling_failures
-
-
-def model_and_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(5, 1))
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
 
 # ---------------------------------------------------------------- killed in the tail
 
@@ -57,36 +47,6 @@ def probe_under_a_tap(rank: int) -> bool:
 
 def test_a_process_that_has_ended_is_seen_from_a_tail_too(workers: Workers) -> None:
     assert workers.outcomes(2, probe_under_a_tap)[0].value is True
-
-
-def killed_in_the_tail(rank: int) -> tuple[str, float]:
-    connect()
-    model, optimizer = model_and_optimizer()
-    start = time.monotonic()
-    try:
-        with Join([model, optimizer], may_break=True, timeout=timedelta(seconds=40)) as join:
-            for step, x in enumerate(join.batches([torch.ones(2, 5)] * (2, 9, 9)[rank])):
-                if rank == 2 and step == 4:
-                    os._exit(1)
-                if rank == 1 and step == 4:  # it comes to the next meeting, and no collective tells of the end
-                    start = time.monotonic()
-                    continue
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except JoinError as error:
-        dist.destroy_process_group()
-        return str(error), time.monotonic() - start
-    return "", 0.0
-
-
-def test_a_rank_that_is_killed_in_the_tail_is_noticed_soon(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, killed_in_the_tail, timeout=60.0)
-    assert outcomes[2].error == "the process ended"
-    for rank in (0, 1):
-        text, seconds = outcomes[rank].value
-        assert re.search(r"[Rr]ank 2 (is gone|failed|did not answer)", text), outcomes
-        assert seconds < 15, outcomes
 
 
 # ---------------------------------------------------------------- the host of the store
@@ -198,38 +158,6 @@ def test_a_rank_that_is_gone_is_named_by_all(workers: Workers) -> None:
         assert (
             f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone: killed" in outcomes[rank].value
         )
-
-
-# ---------------------------------------------------------------- the last step of a rank that departs
-
-
-def windows(loader: list[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(loader)
-    while window := list(islice(iterator, size)):
-        yield window
-
-
-def ragged(rank: int, lengths: tuple[int, ...], size: int) -> None:
-    connect()
-    model, optimizer = model_and_optimizer()
-    data = [torch.ones(4, 5)] * lengths[rank]
-    with Join([model, optimizer], timeout=timedelta(seconds=15)) as join:
-        for window in join.batches(windows(data, size)):
-            dist.all_reduce(torch.tensor(len(window)))
-            for i, x in enumerate(window):
-                with model.no_sync() if i + 1 < len(window) else nullcontext():
-                    model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("lengths", [(8, 5, 1), (5, 8, 1), (1, 7, 8), (1, 8, 7)])
-def test_a_last_step_that_differs_is_told(workers: Workers, lengths: tuple[int, ...]) -> None:
-    outcomes = workers.outcomes(3, ragged, lengths, 2, timeout=8.0)
-    for outcome in outcomes:
-        assert re.match("JoinError|PeerFailedError", outcome.error), outcomes
-        assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
-        assert outcome.seconds < 20, outcomes
 
 
 # ---------------------------------------------------------------- what a failure leaves
