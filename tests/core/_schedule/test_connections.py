@@ -1,7 +1,6 @@
 """The connections over which batches travel: made, shared and kept, whatever else goes on."""
 
 import os
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -97,30 +96,6 @@ def test_a_gift_on_its_way_is_not_overwritten(workers: Workers, buffers: int, si
     assert found == [(index, index, index) for index in range(NUMBER)]
 
 
-class Slow(Dataset[Tensor]):
-    def __init__(self, length: int, seconds: float) -> None:
-        self.length, self.seconds = length, seconds
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(self.seconds if index == 3 else 0.0)
-        return torch.ones(1, 1)
-
-
-def train_with_timeouts(rank: int) -> None:
-    for timeout, seconds in ((1.0, 0.0), (30.0, 3.0)):
-        model = ddp()
-        with Join([model], rebalance=True, timeout=timedelta(seconds=timeout)) as join:
-            for batch in join.batches(DataLoader(Slow((1, 9)[rank], seconds), batch_size=None, collate_fn=itself)):
-                model(batch).sum().backward()
-
-
-def test_each_join_has_its_own_timeout(workers: Workers) -> None:
-    workers.run(2, train_with_timeouts)
-
-
 def train_badly_connected(rank: int, who: int) -> None:
     connect()
     model = ddp()
@@ -143,26 +118,6 @@ def test_a_rank_that_cannot_be_connected_is_named(workers: Workers, who: int) ->
         assert "a gloo process group, which cannot be made" in outcome.error, outcomes
         assert rank == who or f"Rank {who}: " in outcome.error, outcomes
         assert outcome.seconds < 5, outcomes
-
-
-def die_before_connecting(rank: int) -> None:
-    connect()
-    model = ddp()
-    with Join([model], rebalance=True, timeout=timedelta(seconds=20)) as join:
-        for _ in join.batches(dying([torch.ones(1, 1)] * (1, 9)[rank], rank == 1)):
-            model(torch.ones(1, 1)).sum().backward()
-
-
-def dying(batches: list[Tensor], dies: bool) -> Iterator[Tensor]:
-    if dies:
-        os._exit(1)
-    yield from batches
-
-
-def test_a_rank_that_dies_meanwhile_is_named(workers: Workers) -> None:
-    first, _ = workers.outcomes(2, die_before_connecting)
-    assert "ank 1" in first.error
-    assert first.seconds < 15
 
 
 def count_keys(rank: int) -> tuple[int, int]:

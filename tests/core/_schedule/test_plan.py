@@ -1,6 +1,5 @@
 """Plans of epochs, without processes: every batch once, in the fewest steps, the same rows wherever one begins."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,53 +207,6 @@ def test_little_to_plan(lengths: tuple[int, ...]) -> None:
     assert len(rows) == math.ceil(sum(lengths) / len(lengths)) == steps_of(lengths)
 
 
-def least_peak(epoch: Epoch, sender: int) -> int:
-    """The most batches of `sender` that some step takes, in the schedule of as many steps in which these are fewest.
-
-    Looks at all ways in which ranks may take shares of steps, one step after the other; which rank trains on what in a
-    step does not matter as long as each rank that gives trains on its own, and nobody comes back.
-    """
-
-    def fits(left: tuple[int, ...], steps: int, free: int, most: int) -> bool:
-        if not any(left):
-            return True
-        if steps == 0:
-            return False
-        key = (left, steps, free)
-        if key not in seen:
-            caps = [most if rank == sender else 1 + epoch.donated[rank] for rank in range(len(left))]
-            choices = [range(min(length, cap) + 1) for length, cap in zip(left, caps, strict=True)]
-            seen[key] = any(
-                0 < sum(step) <= free
-                and fits(tuple(a - b for a, b in zip(left, step, strict=True)), steps - 1, sum(step), most)
-                for step in itertools.product(*choices)
-                if has_room(left, step)
-            )
-        return seen[key]
-
-    def has_room(left: tuple[int, ...], step: tuple[int, ...]) -> bool:
-        # A rank that has none of its own in this step trains on another's, or is never active again.
-        return sum(step) >= sum(1 for length in left if length)
-
-    for most in range(1, 2 + epoch.donated[sender]):
-        seen: dict[tuple[tuple[int, ...], int, int], bool] = {}
-        if fits(epoch.lengths, epoch.least, epoch.world_size, most):
-            return most
-    raise AssertionError(f"no schedule of {epoch} has {epoch.least} steps")
-
-
-@given(lengths=st.lists(st.integers(0, 5), min_size=2, max_size=6), data=st.data())
-@settings(PROFILE, max_examples=100)
-def test_the_longest_rank_gives_as_evenly_as_any_search_finds(lengths: list[int], data: st.DataObject) -> None:
-    donated = data.draw(st.sampled_from((len(lengths), 1, 2)))
-    epoch = Epoch(tuple(lengths), (donated,) * len(lengths))
-    if not epoch.batches:
-        return
-    sender = lengths.index(max(lengths))
-    peak = max(counts(row)[sender] for row in schedule(epoch.lengths, epoch.donated))
-    assert peak == least_peak(epoch, sender)
-
-
 # ---------------------------------------------------------------- lengths that are not known
 
 
@@ -331,17 +283,6 @@ def test_without_ranks_that_leave_the_others_go_on(epoch: Epoch, data: st.DataOb
     lengths = [done + left for done, left in zip(ranks.at, ranks.left, strict=True)]
     check_complete(ranks.finish(), lengths)
     check_rules(ranks.rows, epoch.donated, dict.fromkeys(gone, begin))
-
-
-def test_ranks_that_leave_at_different_steps() -> None:
-    plan = Plan([9, 0, 9, 0], [4] * 4)
-    rows = [plan.plan()]
-    plan.leave([1])
-    rows.append(plan.plan())
-    plan.leave([2])
-    rows += [plan.plan() for _ in range(plan.steps_left or 0)]
-    assert [active(row) for row in rows[:3]] == [{0, 1, 2, 3}, {0, 2, 3}, {0, 3}]
-    assert sorted(index for owner, index in batches_of(rows) if owner == 0) == list(range(9))
 
 
 # ---------------------------------------------------------------- an example to read

@@ -8,12 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.inside import mirror
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
-from torch_join._base.membership import Membership
-from torch_join._tail.records import DONE
-from torch_join._tail.tail_log import TailLog
 
 
 def leave_amid(rank: int) -> tuple[str, list[list[float]]]:
@@ -65,9 +61,3 @@ def referrers(rank: int, rebalance: bool) -> list[str]:
 def test_nothing_of_ours_holds_the_group_after_a_join(workers: Workers, rebalance: bool) -> None:
     # A group must hang up as soon as it is destroyed, and not when somebody collects.
     assert workers.run(2, referrers, rebalance, deadline=60.0) == [[], []]
-
-
-def test_a_record_that_has_no_place_is_refused() -> None:
-    # The end of a step, say, in a loop of the user's: nobody's answer would be right.
-    with pytest.raises(JoinError, match="'done', which has no place here"):
-        mirror(TailLog(Membership(None, "world")), DONE, None)
