@@ -1,6 +1,5 @@
 """Loops that are left early, begun inside each other, or held: exact, or an error at once."""
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch.optim import SGD
 
 from tests.support.front_ends.plain import Loop
 from tests.support.inside import channel_of, keys_of, unwritten
-from tests.support.joinables import Counter
 from tests.support.run import difference, reference
 from tests.support.workers import Workers, connect
-from torch_join import EarlyTerminationError, Join
+from torch_join import Join
 
 SHORT = timedelta(seconds=10)
 
@@ -128,64 +126,6 @@ def test_a_loop_in_a_loop_raises_at_once(workers: Workers, lengths: tuple[int, .
         assert outcome.seconds < 8
 
 
-def last_after_break(rank: int, stops: tuple[int, ...]) -> list[bool]:
-    training, counter = Training((6, 6), rank), Counter()
-    with Join([training.ddp, training.optimizer, counter], may_break=True, timeout=SHORT) as join:
-        for step, batch in enumerate(join.batches(training.batches)):
-            training.step(batch)
-            if step + 1 == stops[rank]:
-                break
-    return counter.verdicts
-
-
-def test_who_broke_last_joined_last(workers: Workers) -> None:
-    assert workers.run(2, last_after_break, (2, 4)) == [[False], [True]]
-
-
-def throw_late(rank: int) -> str:
-    training = Training((2, 3), rank)
-    try:
-        with Join([training.ddp, training.optimizer], throw_on_early_termination=True, timeout=SHORT) as join:
-            for step, batch in enumerate(join.batches(training.batches)):
-                training.step(batch)
-                if rank == 1 and step == 1:
-                    time.sleep(1.0)  # so that the other rank has thrown
-    except EarlyTerminationError as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_comes_late_throws_as_well(workers: Workers) -> None:
-    assert workers.run(2, throw_late) == [
-        "Rank 0 exhausted all inputs.",
-        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-    ]
-
-
-def in_a_pair(rank: int, lengths: tuple[int, ...], pair: tuple[int, ...]) -> list[float]:
-    group = dist.new_group(list(pair))
-    training = Training(lengths, rank)
-    found = []
-    with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
-        for batch in join.batches(training.batches):
-            training.step(batch)
-            if rank in pair:
-                total = torch.ones(1)
-                dist.all_reduce(total, group=group)
-                found.append(total.item())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("lengths", "pair"), [((3, 3, 1), (1, 2)), ((5, 3, 1), (1, 2)), ((2, 1, 3), (0, 1)), ((1, 3, 2), (0, 1))]
-)
-def test_one_pair_alone(workers: Workers, lengths: tuple[int, ...], pair: tuple[int, ...]) -> None:
-    found = workers.run(3, in_a_pair, lengths, pair, deadline=30.0, timeout=8.0)
-    for rank, totals in enumerate(found):
-        expected = [sum(lengths[r] > step for r in pair) for step in range(lengths[rank])] if rank in pair else []
-        assert totals == expected
-
-
 def forward_more(rank: int, lengths: tuple[int, ...], may_break: bool) -> list[Tensor]:
     training = Training(lengths, rank)
     with Join([training.ddp, training.optimizer], may_break=may_break, timeout=SHORT) as join:
@@ -233,24 +173,6 @@ def test_a_long_tail_leaves_nothing_in_the_store(
         assert counts[-1] <= 4  # others may have come to what follows
         if len(counts) == 3:
             assert counts[1] <= counts[0] + 4
-
-
-def noop(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def without_all_reduce(rank: int, lengths: tuple[int, ...]) -> None:
-    training = Training(lengths, rank)
-    training.ddp.register_comm_hook(None, noop)
-    with Join([training.ddp, training.optimizer], timeout=SHORT) as join:
-        for batch in join.batches(training.batches):
-            training.step(batch)
-
-
-def test_a_backward_that_syncs_nothing_deletes_nothing(workers: Workers) -> None:
-    workers.run(3, without_all_reduce, (1, 1, 40), deadline=30.0)
 
 
 def backward_after_the_loop(rank: int, options: dict[str, Any], breaks: bool) -> list[float]:

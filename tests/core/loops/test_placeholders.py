@@ -1,7 +1,6 @@
 """Models that live on several ranks: a finished rank runs the step itself, on a placeholder that counts zero."""
 
 import copy
-import random
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,6 @@ from tests.covering import others_long
 from tests.support import experts, inside
 from tests.support.experts import Batch, Case, Spread
 from tests.support.joinables import Counter
-from tests.support.many import seeds
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
 from torch_join._schedule.placeholders import without_rows
@@ -70,25 +68,6 @@ CASES = {
 def test_experts_are_those_of_one_process(workers: Workers, name: str, streams: bool) -> None:
     case = CASES[name]
     experts.check(case, workers.run(len(case.lengths), train, case, streams))
-
-
-@pytest.mark.long
-@seeds(range(0), 300)
-def test_any_experts(workers: Workers, seed: int) -> None:
-    rng = random.Random(seed)
-    world = rng.choice((2, 4))
-    placeholder = rng.choice(("rows", "last", masked))
-    case = Case(
-        (*(rng.randint(0, 5) for _ in range(world - 1)), rng.randint(1, 5)),
-        rng.choice(("ddp", "fsdp")),
-        rng.choice([n for n in (2, 4) if n <= world]),
-        rng.choice(("world", "active", "samples")),
-        placeholder,
-        rng.random() < 0.5,
-        rng.randint(1, 3),
-        rng.random() < 0.5,
-    )
-    experts.check(case, workers.run(world, train, case, rng.random() < 0.5))
 
 
 def stages() -> list[nn.Sequential]:

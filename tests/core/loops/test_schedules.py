@@ -85,21 +85,6 @@ def test_a_learning_rate_that_is_set_in_another_way_is_named(workers: Workers, h
         assert "lr of Adam is " in outcome.error
 
 
-def test_a_third_rank_that_joins_later_is_compared(workers: Workers) -> None:
-    """Of three ranks the first to join has the leader's schedule."""
-    for outcome in workers.outcomes(3, later):
-        assert "lr of Adam is 0.09 on rank 0, 0.08 on rank 1" in outcome.error
-
-
-def later(rank: int) -> None:
-    training = Training(DistributedDataParallel)
-    with Join(training.given) as join:
-        for step, x in enumerate(join.batches(batches_of(rank, (4, 2, 1)))):
-            training.step(x)
-            if step == 1:  # after the last rank has left
-                training.optimizer.param_groups[0]["lr"] = 0.09 if rank == 0 else 0.08
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["step", "epoch", "tensor", "by hand"])
 @pytest.mark.parametrize("kind", KINDS)
