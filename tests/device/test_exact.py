@@ -90,12 +90,6 @@ def test_random_programs_in_one_order(devices: Workers, seed: int, tmp_path: Pat
     in_order(devices, (SERIAL, BLOCKING, BOTH)[seed % 3], programs.draw(seed), tmp_path)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(1000, 1100))
-def test_more_random_programs(devices: Workers, seed: int, tmp_path: Path) -> None:
-    in_order(devices, (SERIAL, BLOCKING)[seed % 2], programs.draw(seed), tmp_path)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("options", [("no norm",), (), ("contrast", "mean"), ("checkpoint", "adam")], ids=str)

@@ -3,12 +3,9 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +14,10 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.nn.utils import clip_grad
 
 from tests.support.front_ends.sharded import PATIENCE, Training
-from tests.support.inside import bytes_unsharded
 from tests.support.sharded import Recipe
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 from torch_join._compat.fsdp import check_runs, param_groups
-from torch_join._participants._sharded.following import Following
 
 ROOT = Path(__file__).parents[3]
 SHADOWS = ROOT / "torch_join" / "_shadow" / "_sharded"
@@ -182,55 +177,6 @@ def train_and_look(rank: int, api: str, fails: bool) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_nothing_is_left_behind(workers: Workers, api: str, fails: bool) -> None:
     assert workers.run(2, train_and_look, api, fails, **PATIENCE) == [[], []]
-
-
-# ------------------------------------------------------------ memory
-
-Bytes = list[list[Any]]  # a record's kind and unit, and the bytes that are then held of the unit, and of all
-
-
-def measure(rank: int, recipe: Recipe) -> tuple[Bytes, Bytes]:
-    """Return what this rank holds after each record, or until the next, where it is active and where it has joined."""
-    active: Bytes = []
-    joined: Bytes = []
-    around, mirror = Following.around, Following.mirror
-
-    def look(following: Any, where: Bytes) -> None:
-        held = [bytes_unsharded(each) for each in following.units]
-        where[-1][2:] = max(where[-1][2], held[where[-1][1]]), max(where[-1][3], sum(held))
-
-    @contextmanager
-    def watched_around(self: Any, unit: int, kind: str, payload: Any) -> Iterator[None]:
-        announces = not self._participant.members.serves and self._participant.tail_log.meet()
-        if announces and active:
-            look(self, active)  # what was gathered in the background is there by now
-        with around(self, unit, kind, payload):
-            yield
-        if announces:
-            active.append([kind, unit, 0, 0])
-            look(self, active)
-
-    def watched_mirror(self: Any, kind: str, payload: Any) -> None:
-        mirror(self, kind, payload)
-        joined.append([kind, payload[0], 0, 0])
-        look(self, joined)
-
-    with mock.patch.object(Following, "around", watched_around), mock.patch.object(Following, "mirror", watched_mirror):
-        Training(rank, recipe).run_epochs()
-    return active, joined
-
-
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
-def test_a_joined_rank_never_holds_more(workers: Workers, api: str) -> None:
-    recipe = Recipe((2, 5), api=api, accumulate=2, no_sync=True)
-    first, second = workers.run(2, measure, recipe, **PATIENCE)
-    for (active, _), (_, joined) in ((first, second), (second, first)):
-        assert len(active) > 20
-        for theirs, mine in zip(active, joined, strict=True):
-            assert mine[:2] == theirs[:2]
-            assert mine[2] <= theirs[2], mine
-            assert mine[3] <= theirs[3], mine
-        assert max(each[3] for each in joined) < max(each[3] for each in active)
 
 
 # ------------------------------------------------------------ imports

@@ -166,16 +166,6 @@ def test_first_generation(workers: Workers) -> None:
     check(workers, in_first(in_turns(BOTH, 1)))
 
 
-@pytest.mark.long
-def test_the_others_in_the_second(workers: Workers) -> None:
-    check(workers, in_turns(BOTH, 1))
-
-
-@pytest.mark.long
-def test_the_others_in_the_first(workers: Workers) -> None:
-    check(workers, in_first(in_turns(BOTH, 0)))
-
-
 def test_features_of_the_first(workers: Workers) -> None:
     check(workers, in_first(FIRST))
 
@@ -184,12 +174,6 @@ def test_features_of_the_first(workers: Workers) -> None:
 def test_three_ranks(workers: Workers, api: str) -> None:
     recipes = in_turns(OF_THREE, api == "fsdp1") | (OF_THREE_SECOND if api == "fsdp2" else OF_THREE_FIRST)
     check(workers, {name: recipe.but(api=api) for name, recipe in recipes.items()})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
-def test_the_others_of_three_ranks(workers: Workers, api: str) -> None:
-    check(workers, {name: recipe.but(api=api) for name, recipe in in_turns(OF_THREE, api == "fsdp2").items()})
 
 
 def test_four_ranks(workers: Workers) -> None:

@@ -10,7 +10,6 @@ import torch
 from tests.core.sharded.test_exactness import check
 from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, Training
-from tests.support.inside import channel_of, keys_of
 from tests.support.sharded import Recipe, Trained, differences, reference
 from tests.support.workers import Workers
 
@@ -18,24 +17,6 @@ from tests.support.workers import Workers
 def test_what_was_gathered_ahead_and_is_not_used(workers: Workers) -> None:
     recipe = Recipe((5, 2), model="skipping")
     check(workers, {f"reshard={it}": recipe.but(options={"prefetch": True, "reshard": it}) for it in (False, True)})
-
-
-def keys_in_the_tail(rank: int, api: str) -> list[int]:
-    recipe = Recipe((1, 60), api=api)
-    training = Training(rank, recipe)
-    counts = []
-    with training.joined() as join:
-        for step, batch in enumerate(join.batches(recipe.batches(rank, 0))):
-            training.step(0, step, batch)
-            if step in (10, 59):
-                counts.append(keys_of(channel_of(join)))
-    return counts
-
-
-@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
-def test_a_long_tail_leaves_little_in_the_store(workers: Workers, api: str) -> None:
-    counts = workers.run(2, keys_in_the_tail, api, **PATIENCE)[1]
-    assert counts[1] < counts[0] + 40  # the records of a step or two
 
 
 # Whether a block trains from a step on; None: as before.
@@ -97,16 +78,3 @@ def test_a_block_that_is_frozen_and_unfrozen_in_the_loop(workers: Workers, name:
             trained, flags = found[index]
             assert max(differences(trained, rank, wanted, recipe).values()) <= recipe.tolerance, how
             assert flags == ranks[0][index][1], how
-
-
-def holds_gathered(rank: int) -> bool:
-    recipe = Recipe((5, 2))
-    training = Training(rank, recipe)
-    with training.joined() as join:
-        for step, batch in enumerate(join.batches(recipe.batches(rank, 0))):
-            training.step(0, step, batch)
-    return training.model._get_fsdp_state()._comm_ctx.all_gather_state is not None
-
-
-def test_a_joined_rank_keeps_no_output_of_a_gather(workers: Workers) -> None:
-    assert workers.run(2, holds_gathered, **PATIENCE) == [False, False]
