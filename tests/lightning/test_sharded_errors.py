@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
 from tests.support.front_ends.lightning import Fit, Module
 from tests.support.run import Batch
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, build_strategy, on_cpus
-from tests.support.stopped import GRACE, TIMEOUT, resume
 from tests.support.workers import Workers, connect
 
 

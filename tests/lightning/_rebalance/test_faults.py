@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join import DDPJoinStrategy
+from tests.core.loops.test_join_faults import GRACE, TIMEOUT, resume
 from tests.covering import others_long
 from tests.support.front_ends.lightning import Fit, Module, Result, assert_exact, build_trainer, result_of
 from tests.support.inside import counted_gifts, exchange_threads
 from tests.support.run import Batch
-from tests.support.stopped import GRACE, TIMEOUT, resume
 from tests.support.workers import Outcome, Workers, connect
 
 # Rank 1 gives in each step: to rank 2 always, and to rank 0 in the last ones.
