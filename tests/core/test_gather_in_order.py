@@ -1,75 +1,22 @@
 """The rows of all ranks, in order: as one process has them."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
+from tests.core.shards import batched, shards
+from tests.support.rows import assert_same, rows_of
 from tests.support.small import network
 from tests.support.workers import Workers
-from torch_join import Join, UnpaddedDistributedSampler
+from torch_join import Join
 from torch_join.gather_in_order import gather_in_order
 
 Lengths = tuple[int, ...]
-
-
-class Boxes(NamedTuple):
-    corners: torch.Tensor
-    labels: list[str]
-
-
-def rows_of(indices: Sequence[int]) -> Any:
-    """What a step gives for samples: dtypes of several sizes, nested, and objects."""
-    at = torch.tensor([*indices], dtype=torch.int64)
-    return {
-        "x": at.double()[:, None] + torch.arange(3) / 10,
-        "deep": (
-            at.to(torch.bfloat16),
-            Boxes(at.reshape(-1, 1, 1) > 3, [f"name {index}" * index for index in indices]),
-        ),
-        "objects": [{"at": index, "tensor": torch.full((index,), index)} for index in indices],
-        "complex": torch.complex(at.float(), -at.float()).conj(),
-        "nothing": at.new_empty((len(at), 0)),
-    }
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare type by type and bit by bit."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert [*ours] == [*theirs]
-        for key in ours:
-            assert_same(ours[key], theirs[key])
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_same(mine, other)
-    else:
-        assert ours == theirs
-
-
-def shards(kind: str, samples: int, ranks: int) -> list[list[int]]:
-    """Which samples each rank has."""
-    data: Any = range(samples)
-    if kind == "padded":
-        return [[*DistributedSampler(data, ranks, rank)] for rank in range(ranks)]
-    if kind == "unpadded":
-        return [[*UnpaddedDistributedSampler(data, ranks, rank, seed=3)] for rank in range(ranks)]
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
-    return [[], *(order[rank :: ranks - 1] for rank in range(ranks - 1))]  # the first rank has nothing
-
-
-def batched(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [indices[first : first + size] for first in range(0, len(indices), size)]
 
 
 def gather(rank: int, kind: str, samples: int, ranks: int, to: int | None, size: int, by_rank: bool) -> Any:

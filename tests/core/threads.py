@@ -10,12 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch_join._base.membership import Membership
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
 from torch_join._control.channel import Channel
-from torch_join._tail.tail_log import TailLog
 
 
 def trees(world_size: int) -> list[Tree]:
@@ -62,14 +60,3 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
     if errors:
         raise errors[0]
     return outcomes
-
-
-def server_over(channel: Channel) -> TailLog:
-    """Return what serves a tail on this rank."""
-    members = Membership(None, "world")
-    members.rank, members.world_size = channel.rank, channel.world_size
-    members.global_ranks = [*channel.global_ranks]
-    members.reset()
-    tail_log = TailLog(members)
-    tail_log.open(channel)
-    return tail_log

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests import emulator
+from tests.core.backward import programs
+from tests.core.backward.programs import loses_hooks
 from tests.support.workers import Workers
 
 
@@ -86,3 +88,8 @@ def skip_without_functional_gather(devices: Workers) -> None:
     """
     if devices.device == "cuda" and os.environ.get("TORCH_JOIN_TEST_BACKEND") == "gloo":
         pytest.skip("torch's functional all-gather ends the process with gloo and a GPU's tensors")
+
+
+def skip_where_hooks_are_lost(program: programs.Program) -> None:
+    if loses_hooks(program):
+        pytest.skip("needs hooks that a checkpoint's second run leaves")

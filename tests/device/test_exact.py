@@ -10,9 +10,17 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.core.backward import programs
-from tests.core.backward.test_exact import KINDS, assert_exact, loses_hooks
+from tests.core.backward.programs import KINDS, assert_exact
 from tests.covering import others_long
-from tests.device.jobs import BLOCKING, BOTH, SERIAL, Job, assert_one_order, skip_without_functional_gather
+from tests.device.jobs import (
+    BLOCKING,
+    BOTH,
+    SERIAL,
+    Job,
+    assert_one_order,
+    skip_where_hooks_are_lost,
+    skip_without_functional_gather,
+)
 from tests.support.front_ends import plain
 from tests.support.front_ends.plain import Loop
 from tests.support.run import difference, reference
@@ -68,11 +76,6 @@ def exact_in_order(devices: Workers, program: programs.Program, folder: Path) ->
     results = SERIAL.run(devices, 3, folder, programs.train, program)
     assert_exact(program, [tensors for tensors, _ in results])
     assert_one_order([log for _, log in results])
-
-
-def skip_where_hooks_are_lost(program: programs.Program) -> None:
-    if loses_hooks(program):
-        pytest.skip("needs hooks that a checkpoint's second run leaves")
 
 
 def in_order(devices: Workers, job: Job, recipe: programs.Program, folder: Path) -> None:

@@ -5,10 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.backward.programs import Program
-from tests.core.backward.test_exact import assert_exact as assert_exact_programs
-from tests.device.test_exact import skip_where_hooks_are_lost
-from tests.lightning._training import test_backward_collectives as backwards
 from tests.support.front_ends import accelerate as accelerate_front_end
 from tests.support.front_ends.accelerate import Script
 from tests.support.front_ends.lightning import Fit, assert_exact, fit
@@ -30,14 +26,6 @@ CASES = {
 def test_lightning(devices: Workers, name: str) -> None:
     case = CASES[name]
     assert_exact(case, devices.run(case.world_size, fit, case))
-
-
-@pytest.mark.parametrize("kind", backwards.KINDS)
-def test_lightning_with_collectives_in_backward(devices: Workers, kind: str) -> None:
-    options, wrapper = backwards.KINDS[kind]
-    program = Program((0, 4, 2), weighting="active", options=frozenset(options), ddp=dict(wrapper))
-    skip_where_hooks_are_lost(program)
-    assert_exact_programs(program, devices.run(3, backwards.fit, program))
 
 
 SCRIPTS: dict[str, Any] = {

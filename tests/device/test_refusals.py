@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
-from tests.core._participants.test_joinables import step_too_often
-from tests.core._schedule.test_rebalanced_loops import Sum
-from tests.core.backward.test_exact import train_reentrant
+from tests.core.backward.programs import Sum, train_reentrant
 from tests.needs import needs
 from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.inside import late_records
+from tests.support.joinables import step_too_often
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, PeerFailedError, UnsupportedError
 from torch_join._compat import ddp as compat

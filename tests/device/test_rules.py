@@ -372,8 +372,8 @@ def test_a_stream_that_does_not_wait_for_another_one_is_found(emulated: Workers)
     assert race.startswith("aten::add on stream 0 does not wait for aten::zero_ on stream ")
 
 
-def shadow_in_a_stream(rank: int) -> None:
-    """Steps of nothing, one after another, of a model that was wrapped in another stream; races raise."""
+def shadow_in_a_stream(rank: int) -> list[str]:
+    """Do steps of nothing, one after another, of a model that was wrapped in another stream; return the races."""
     with emulator.on_stream(torch.Stream()):
         ddp = DistributedDataParallel(nn.Linear(3, 2))
     torch.accelerator.synchronize()
@@ -381,14 +381,15 @@ def shadow_in_a_stream(rank: int) -> None:
     for _ in range(3):
         zero = shadow.forward()
         shadow.backward(zero.backward)
+    return emulator.installed().take_races()  # type: ignore[no-any-return]
 
 
 def test_a_step_of_nothing_waits_for_the_last_one_in_the_stream_of_its_gradients(emulated: Workers) -> None:
-    emulated.run(2, shadow_in_a_stream)
+    assert emulated.run(2, shadow_in_a_stream) == [[], []]
 
 
-def wait_for_a_work_that_is_done(rank: int) -> None:
-    """Write on one stream, and wait on another one for a work that is done by then."""
+def wait_for_a_work_that_is_done(rank: int) -> list[str]:
+    """Write on one stream, and wait on another one for a work that is done by then; return the races."""
     side, x = torch.Stream(), torch.ones(3)
     torch.accelerator.synchronize()
     with emulator.on_stream(side):
@@ -397,7 +398,8 @@ def wait_for_a_work_that_is_done(rank: int) -> None:
     assert work is not None
     work.wait()
     x.add_(1)
+    return emulator.installed().take_races()  # type: ignore[no-any-return]
 
 
 def test_a_stream_waits_for_a_work_that_is_done(emulated: Workers) -> None:
-    emulated.run(1, wait_for_a_work_that_is_done)
+    assert emulated.run(1, wait_for_a_work_that_is_done) == [[]]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.front_ends import FRONT_ENDS
 from tests.support.many import note, seeds
 from tests.support.run import OPTIMIZERS, TOLERANCE, Run, difference, reference, same_bits
 from tests.support.workers import Workers
-from tests.test_front_ends import FRONT_ENDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 

@@ -3,16 +3,14 @@
 import json
 import os
 import pickle
-import random
 import socket
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -38,10 +36,8 @@ from torch_join._control import rendezvous as _rendezvous
 from torch_join._control._links import handshake as _handshake
 from torch_join._control._links import layout as _layout
 from torch_join._control._links import links as _links
-from torch_join._control._links import node as _node
 from torch_join._control._links import tree as _tree
 from torch_join._control._links import wiring as _wiring
-from torch_join._control._links.stream import ChannelState
 from torch_join._control._links.tree import Tree
 from torch_join._control.channel import Channel
 from torch_join._handover import digest as _digest
@@ -50,7 +46,6 @@ from torch_join._handover import replicas as _replicas
 from torch_join._handover import transfer as _transfer
 from torch_join._handover.state import Capture
 from torch_join._monitor import monitor as _monitor
-from torch_join._participants.ddp_model import ModelParticipant
 from torch_join._participants.hook import Hook
 from torch_join._schedule import batch_exchange as _exchange
 from torch_join._schedule import rebalancing as _rebalancing
@@ -72,8 +67,6 @@ Override = Hook
 REFUSALS = tuple(value for value in vars(_call).values() if isinstance(value, _call.Refusal))
 entered_joins = _nesting._entered
 
-# What tests replace: a module, and a name in it.
-TILES_PLACE = (_digest, "_tiles")
 PLACES_PLACE = (_optimizers, "_places")
 SET_TRAINING_PLACE = (_replicas, "_set_training")
 EXIT_GUARD_PLACE = (_exit_guard, "_drain_gloo")
@@ -185,11 +178,6 @@ def counted_gifts(seconds: float = 0.0) -> Iterator[Gifts]:
     donated = Gifts(_exchange._receive_batch, seconds)
     with mock.patch.object(_exchange, "_receive_batch", donated):
         yield donated
-
-
-def gives_at_most(number: int) -> AbstractContextManager[Any]:
-    """Have this rank give away as many batches in one step, whatever their size."""
-    return mock.patch.object(_rebalancing, "max_sent_per_step_of", lambda source: number if source.read(1) else 0)
 
 
 def gifts_of_one_step(nbytes: int) -> AbstractContextManager[Any]:
@@ -381,50 +369,6 @@ def seen_listeners() -> Iterator[list[tuple[socket.socket, Where]]]:
         yield found
 
 
-class Nodes:
-    """A tree of nodes in one process; messages are in order over each connection, and come when a test says so.
-
-    Args:
-        hosts: Of the ranks.
-    """
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.under_way: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from whom, to whom
-        self.sent: Counter[tuple[int, int, int, bytes]] = Counter()  # from whom, to whom, of which kind, and what
-        names = range(len(hosts))
-        self.all = [_node.Node(_layout.Layout(hosts, rank), rank, {}, names, lambda _: None) for rank in names]
-        for rank, node in enumerate(self.all):
-            links: Any = mock.Mock(lock=threading.RLock(), send=partial(self._send, rank))
-            node.links = links
-            self.stream(rank).place = lambda rank=rank: lambda: str(rank).encode()  # type: ignore[misc]
-
-    def stream(self, rank: int) -> Any:
-        return self.all[rank].streams.setdefault(0, ChannelState())
-
-    def _send(self, source: int, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
-        for peer in peers:
-            self.sent[source, peer, kind, payload] += 1
-            self.under_way[source, peer].append((kind, stream, payload))
-
-    def deliver(self, pick: random.Random) -> bool:
-        """Have one message come, if any is under way."""
-        if not (ways := [way for way, messages in self.under_way.items() if messages]):
-            return False
-        source, peer = pick.choice(ways)
-        self.all[peer].handle(source, *self.under_way[source, peer].popleft())
-        return True
-
-    def meet(self, rank: int, gather: int) -> Callable[[], bool]:
-        """Have a rank come to a gather; return what says whether all have."""
-        self.all[rank].arrive(0, _node.GATHERS | gather, 1, 0, 0, b"")
-        return lambda: (_node.GATHERS | gather, 0) in self.stream(rank).barriers
-
-
-def roll_calls_last(seconds: float) -> AbstractContextManager[Any]:
-    """For how long health checks are one."""
-    return mock.patch.object(_node, "_SAME_CALL_SECONDS", seconds)
-
-
 def silent(layout: Layout, rank: int, world_size: int, reached: set[int], answered: set[int]) -> list[int]:
     """Whom a rank takes for failed that has asked who is there."""
     channel = Channel()
@@ -462,11 +406,6 @@ def channel_of(join: Any) -> Channel:
 def leader_of(join: Any) -> int:
     leader: int = join._driver.members.leader
     return leader
-
-
-def mirror(tail_log: Any, kind: str, payload: Any) -> None:
-    """Have a joined rank answer a record that is no part's."""
-    tail_log._answer(-1, kind, payload)
 
 
 def given_objects(join: Any) -> list[Any]:
@@ -526,32 +465,7 @@ def see(tap: CollectiveTap, operator: str, arguments: dict[str, Any]) -> Any:
     return tap._see(operator, arguments, None)
 
 
-def gradient_hook(begin: Callable[[], float]) -> Callable[[tuple[Tensor, ...]], Any]:
-    """Return a model's hook on gradients, where `begin` finds the factor when a backward begins."""
-
-    class Participant(ModelParticipant):
-        def __init__(self) -> None:
-            self._task, self._factor, self._beginning = -1, 1.0, threading.Lock()
-            self._pieces = mock.Mock()
-
-        def _begin_backward(self) -> None:
-            self._factor = begin()
-
-    return partial(Participant()._before_gradient, 0)
-
-
 # ---------------------------------------------------------------- a sharded model
-
-
-def bytes_unsharded(unit: Any) -> int:
-    """How many bytes of whole parameters this rank holds now of a unit."""
-    if hasattr(unit, "_group"):
-        outputs = [output for p in unit._group.fsdp_params for output in p.all_gather_outputs]
-        return sum(output.untyped_storage().size() for output in outputs)
-    flat = unit._handle.flat_param
-    if not unit._handle.uses_sharded_strategy or not hasattr(flat, "_full_param_padded"):
-        return 0
-    return int(flat._full_param_padded.untyped_storage().size())
 
 
 def recorded_collectives() -> list[tuple[str, str, Any]]:
@@ -582,12 +496,6 @@ def slow_to_follow(seconds: float) -> AbstractContextManager[Any]:
         return follow(self, *args, **kwargs)
 
     return mock.patch.object(Channel, "follow", late)
-
-
-def awake_longer(factor: int) -> AbstractContextManager[Any]:
-    """Within this, whoever waits keeps its core awake for so many times as long."""
-    awake, briefly = factor * _tree._AWAKE_SECONDS, factor * _tree._BRIEFLY
-    return mock.patch.multiple(_tree, _AWAKE_SECONDS=awake, _BRIEFLY=briefly)
 
 
 def lacking_of_engine(engine: Any) -> list[str]:

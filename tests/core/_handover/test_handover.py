@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
+from tests.core._handover.states import freeze, mlp
 from tests.emulator import place
 from tests.support.inside import checksum, transfer_sizes
 from tests.support.workers import Workers
@@ -64,10 +65,6 @@ class Warmup:
     def __call__(self, epoch: int) -> float:
         self.calls += 1
         return 1 / (1 + self.calls)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def convolutions() -> nn.Module:
@@ -176,18 +173,6 @@ class Run:
         named = [dict(self.model.named_parameters()), dict(self.model.named_buffers())]
         strides = [tensor.stride() for tensor in self.tensors().values()]  # a new tensor is laid out as the source's
         return freeze([*named, strides, states, groups, scheduler, self.scaler.state_dict()])
-
-
-def freeze(value: Any) -> Any:
-    """Make `value` comparable, tensors by their bits."""
-    if isinstance(value, Tensor):
-        bits = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
-        return str(value.dtype), tuple(value.shape), value.device.type, bits
-    if isinstance(value, dict):
-        return {key: freeze(item) for key, item in sorted(value.items(), key=lambda pair: repr(pair[0]))}
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [freeze(item) for item in value]
-    return repr(value)
 
 
 def hand_case_over(rank: int, name: str, source: int, steps_elsewhere: int, tiny: bool) -> Any:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.core._handover.test_handover import mlp
-from tests.core._handover.test_handover_objects import Holder
+from tests.core._handover.states import Holder, mlp
 from tests.emulator import place
 from tests.support.inside import checksum
 from tests.support.workers import Workers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from tests.core._handover.test_handover import freeze, mlp
+from tests.core._handover.states import Holder, freeze, mlp
 from tests.emulator import place
 from tests.needs import known
 from tests.support.inside import checksum, transfer_sizes
@@ -42,19 +42,6 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["model"] is self.model  # every rank keeps its own
         self.__dict__.update(state)
-
-
-class Holder:
-    """Something with a state."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.value == () else {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def step(model: nn.Module, *steppers: Any, seed: int = 0) -> None:

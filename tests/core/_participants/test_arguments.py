@@ -84,8 +84,11 @@ def test_what_cannot_be_meant_says_what_to_do(name: str) -> None:
 
 
 def test_what_can_be_iterated_over_is_a_list_and_a_time_is_taken() -> None:
-    Join(iter([nn.Linear(1, 1)]), enable=False, timeout=timedelta(seconds=5))  # type: ignore[arg-type]
-    Join((nn.Linear(1, 1),), divide_by_initial_world_size=False, enable=False)
+    listed = Join(iter([nn.Linear(1, 1)]), enable=False, timeout=timedelta(seconds=5))  # type: ignore[arg-type]
+    other = Join((nn.Linear(1, 1),), divide_by_initial_world_size=False, enable=False)
+    for join in (listed, other):
+        with join:
+            assert [*join.batches([1, 2])] == [1, 2]
 
 
 class Takes(WorldJoinable):

@@ -11,13 +11,13 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core._participants.test_metrics import CASES, assert_value, history
-from tests.core.loops.test_join_protocol import AllReducer, state_of
+from tests.core._participants.metrics import CASES, assert_value, history
 from tests.covering import others_long
 from tests.emulator import place
 from tests.support.front_ends.plain import Loop, assert_same_bits, train
+from tests.support.joinables import AllReducer, state_of, step_too_often
 from tests.support.run import difference, reference
-from tests.support.workers import Workers, connect
+from tests.support.workers import Workers
 from torch_join import (
     Join,
     JoinableMetric,
@@ -184,19 +184,6 @@ def test_throw_on_early_termination(workers: Workers) -> None:
     assert ended == ("Rank 0 exhausted all inputs.", 2, True)
     assert going == ("Detected at least one rank that exhausted inputs. Throwing across all ranks.", 2, True)
     assert workers.run(2, _throw, [3, 3]) == [("", 3, True)] * 2
-
-
-def step_too_often(rank: int, backwards: int, steps: int) -> None:
-    connect()
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with TorchJoin([JoinableModel(model), JoinableOptimizer(optimizer)]):
-        for _ in range(2 * min(rank, 1)):
-            loss = model(torch.ones(1, 1)).sum()
-            for _ in range(backwards):
-                loss.backward(retain_graph=True)
-            for _ in range(steps):
-                optimizer.step()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -90,7 +90,9 @@ def test_ranks_may_leave_a_loop_of_forwards_without_no_grad(workers: Workers, le
 @pytest.mark.parametrize("how", ["sized", "heartbeat"])
 def test_a_joined_rank_hears_of_forwards_that_no_backward_follows(workers: Workers, how: str) -> None:
     # The tail takes longer than the timeout.
-    workers.run(2, evaluate, (1, 18), how, 0.15)
+    (_, first), (total, second) = workers.run(2, evaluate, (1, 18), how, 0.15)
+    assert difference(first, second) == 0
+    assert total != 0
 
 
 def leave_after_a_forward(rank: int, stops: Sequence[int], then: str) -> list[Tensor]:

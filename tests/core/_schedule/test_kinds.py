@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.core.backward.programs import Program, train
-from tests.core.backward.test_exact import assert_exact, loses_hooks
+from tests.core.backward.programs import Program, assert_exact, loses_hooks, train
 from tests.support.workers import Workers
 
 KINDS = {

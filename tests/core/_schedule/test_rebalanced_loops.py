@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from tests.core.backward.programs import Sum
 from tests.covering import others_long
 from tests.support.front_ends.plain import Loop, assert_exact, train
 from tests.support.run import reference
@@ -167,20 +168,6 @@ def train_without_samples(rank: int) -> None:
     with Join([ddp], rebalance=True, weighting="samples", backward_collectives=True) as join:
         for batch in join.batches(batches):
             Sum.apply(ddp(batch).sum()).backward()
-
-
-class Sum(torch.autograd.Function):
-    """Passes on, and sums gradients of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
 
 
 def test_a_batch_without_samples_is_refused_where_a_collective_comes_first_in_backward(workers: Workers) -> None:

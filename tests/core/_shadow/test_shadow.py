@@ -367,15 +367,19 @@ def test_nothing_stays_on_the_optimizers_of_several_models(workers: Workers) -> 
         assert workers.run(2, two_models, fails) == [(False, False)] * 2
 
 
-def read_a_teacher(rank: int) -> None:
+def read_a_teacher(rank: int) -> list[Tensor]:
     ddp, teacher = (DistributedDataParallel(nn.Linear(3, 2).double()) for _ in range(2))
     with Join([ddp]) as join:
         for step in join.batches(range([1, 4][rank])):
+            ddp.zero_grad()
             (ddp(batch(rank, step)) - teacher(batch(rank, step)).detach()).pow(2).mean().backward()
+    return [p.grad for p in ddp.parameters() if p.grad is not None]
 
 
 def test_a_model_that_is_only_read_need_not_be_given(workers: Workers) -> None:
-    workers.run(2, read_a_teacher)
+    first, second = workers.run(2, read_a_teacher)
+    assert len(first) == len(second) == 2
+    assert difference(first, second) == 0
 
 
 def clear_by_hand(rank: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.core.loops.test_leaving import Training, check_exact
+from tests.core.loops.training import Training, check_exact
 from tests.support.joinables import Counter
 from tests.support.workers import Workers
 from torch_join import Join

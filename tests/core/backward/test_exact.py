@@ -7,54 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from tests.core.backward.programs import Program, train
-from tests.core.backward.synced import SyncNorm
-from tests.needs import has
-from tests.support.run import TOLERANCE, difference, reference, same_bits
+from tests.core.backward.programs import KINDS, Program, assert_exact, loses_hooks, train, train_reentrant
+from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join
 
-UNUSED = (("find_unused_parameters", True),)
-STATIC = (("static_graph", True),)
-KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
-    "norms": ((), ()),
-    "norms, Adam": (("adam",), ()),
-    "norms, checkpoint": (("checkpoint",), ()),
-    "norms, accumulation": (("accumulates",), ()),
-    "norms, evaluation in between": (("evaluates",), ()),
-    "norms in a group of their own": (("group",), ()),
-    "norms, unused parameters": (("unused",), UNUSED),
-    "norms, unused parameters, accumulation": (("unused", "accumulates"), UNUSED),
-    "norms, static graph": ((), STATIC),
-    "norms, bucket views": ((), (("gradient_as_bucket_view", True),)),
-    "norms, one bucket": ((), (("bucket_cap_mb", 25),)),
-    "norms, communication hook": (("hook",), ()),
-    "norms, buffers of each rank's own": ((), (("broadcast_buffers", False),)),
-    "norms, streams": (("stream",), ()),
-    "norms, heartbeat": (("may_break",), ()),
-    "norms, frozen parameters": (("frozen",), ()),
-    "norms, scaler": (("scaler",), ()),
-    "norms, two models summed": (("summed",), ()),
-    "norms, two models chained": (("chained",), ()),
-    "mean over ranks, gradient penalty": (("no norm", "mean", "penalty"), ()),
-    "contrastive loss, compiled": (("no norm", "contrast", "compiled"), (("bucket_cap_mb", 25),)),
-    "contrastive loss by a functional collective": (("no norm", "contrast", "functional"), ()),
-    "contrastive loss": (("no norm", "contrast"), ()),
-    "contrastive loss by our gather": (("no norm", "contrast", "ours"), ()),
-    "mean over ranks": (("no norm", "mean"), ()),
-    "all of it": (("mean", "contrast", "checkpoint", "accumulates"), ()),
-}
 LENGTHS = ((2, 5), (0, 4, 2), (3, 3, 3))
-
-
-def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = True) -> None:
-    expected = reference(program)
-    want = [*expected.parameters, *(expected.buffers if buffers else ())]
-    for mine in results:
-        assert difference(mine[: len(want)], want) <= TOLERANCE
-        assert same_bits(mine[: len(want)], results[0][: len(want)])
 
 
 @pytest.mark.covering(1)
@@ -71,10 +30,6 @@ def test_parameters_are_those_of_one_process(
             assert "lost the hooks with which Join weights" in outcome.error, outcome
     else:
         assert_exact(program, workers.run(program.world_size, train, program))
-
-
-def loses_hooks(program: Program) -> bool:
-    return "checkpoint" in program.options and not has("hooks that a checkpoint's second run leaves")
 
 
 def test_a_hook_that_compresses(workers: Workers) -> None:
@@ -169,24 +124,6 @@ def test_it_is_right_before_the_first_gradient_and_with_the_switch(workers: Work
 
 
 # ---------------------------------------------------------------- what raises
-
-
-class Reentrant(nn.Module):
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(2, 2).double(), SyncNorm(2).double()
-        self.last = nn.Linear(2, 2).double() if last else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.norm, self.first(x), use_reentrant=True))  # type: ignore[no-any-return]
-
-
-def train_reentrant(rank: int, last: bool) -> None:
-    model = DistributedDataParallel(Reentrant(last), bucket_cap_mb=1e-5)
-    with Join([model]) as join:
-        for step in join.batches(range(1 + 3 * rank)):
-            model(torch.rand(3, 2, dtype=torch.float64) + step).square().sum().backward()
 
 
 @pytest.mark.parametrize("last", [False, True])

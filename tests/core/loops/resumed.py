@@ -26,6 +26,7 @@ from tests.support.other_ranks import (
     loader_of,
     loss,
     network,
+    own,
     own_loader,
     seen_in,
 )
@@ -211,3 +212,10 @@ def train(
                     break
     parameters = [p.detach() for p in net.parameters()]
     return seen, [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+
+
+def list_of(rank: int, lengths: tuple[int, ...], kind: str = "list") -> Any:
+    """Return a loader whose batches are numbers, one a row, of at most two rows."""
+    chain = own(kind, lengths, [(0, 0)])
+    loader = kind_of_loader(chain, rank)
+    return [batch[:, :1] for batch, _ in loader] if kind == "list" else loader

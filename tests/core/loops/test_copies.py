@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.loops.test_leaving import Training, check_exact
+from tests.core.loops.training import Training, check_exact
 from tests.support.workers import Workers
 from torch_join import Join
 

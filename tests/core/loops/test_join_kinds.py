@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
-from tests.core.loops.test_join_protocol import AllReducer
+from tests.support.joinables import AllReducer
 from tests.support.workers import Workers
 from torch_join import Join, JoinableOptimizer, JoinableState, JoinError, JoinTypeError, UnsupportedError
 

@@ -12,69 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.emulator import place
 from tests.support.inside import entered_joins, installed_tap
+from tests.support.joinables import LOG, MINE, AllReducer, MineError, state_of
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
 from torch_join._compat import c10d as _dispatch
 from torch_join._compat import ddp as _compat
 from torch_join._compat import operators as _compat_c10d
-
-LOG: list[str] = []
-
-
-class AllReducer(Joinable):
-    """All-reduces a one each step, in `times` pieces."""
-
-    def __init__(self, name: str = "a", times: int = 1, group: Any = None, breaks: bool = False) -> None:
-        super().__init__()
-        self.breaks = breaks
-        self.name, self.times, self.group = name, times, group or dist.group.WORLD
-        self.options: dict[str, Any] = {}
-        self.last: list[bool] = []
-        self.hooks = 0
-
-    def __call__(self) -> float:
-        TorchJoin.notify_join_context(self)
-        total = 0.0
-        for _ in range(self.times):
-            one = torch.ones(1)
-            dist.all_reduce(one, group=self.group)
-            total = float(one)
-        return total
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        self.options = kwargs
-        return AllReducerHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return place()
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.group
-
-
-class AllReducerHook(JoinHook):
-    def __init__(self, reducer: AllReducer) -> None:
-        self.reducer = reducer
-
-    def main_hook(self) -> None:
-        self.reducer.hooks += 1
-        if self.reducer.breaks:
-            raise MINE
-        LOG.append(self.reducer.name)
-        for _ in range(self.reducer.times):
-            dist.all_reduce(torch.zeros(1), group=self.reducer.group)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.reducer.last.append(is_last_joiner)
 
 
 def add_up(
@@ -165,16 +113,6 @@ def test_enable_false_behaves_as_if_absent(workers: Workers) -> None:
     assert workers.run(2, disabled) == [[True, 6.0, []]] * 2
 
 
-def state_of(model: DistributedDataParallel) -> list[Any]:
-    return [
-        dict(model._forward_pre_hooks),
-        dict(model.module._forward_pre_hooks),
-        model._join_config,
-        model.module,
-        set(vars(model)),
-    ]
-
-
 def in_the_process() -> list[Any]:
     """What a `Join` could leave behind anywhere else."""
     return [
@@ -194,11 +132,6 @@ def optimizer_hooks() -> dict[int, Any]:
     return handle.hooks_dict_ref() or {}
 
 
-class MineError(Exception):
-    """A user's."""
-
-
-MINE = MineError("mine", 3)
 WHERE = ["nowhere", "active", "joined", "everywhere", "hook", "after"]
 
 
@@ -323,32 +256,3 @@ def test_bad_lists_are_refused(workers: Workers) -> None:
         assert empty.startswith("The join context manager requires at least one joinable: pass")
         assert groups == "Using join context manager with multiple process groups"
         assert "not int" in kind
-
-
-def collect(rank: int, lengths: list[int]) -> list[Any]:
-    model = DistributedDataParallel(nn.Linear(1, 1).double())
-    seen: list[Any] = []
-    with Join([model]) as join:
-        for step in join.batches(list(range(lengths[rank]))):
-            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-            total = torch.tensor([float(rank + step)])
-            dist.all_reduce(total)
-            most = torch.tensor([rank], dtype=torch.int64)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            objects: list[Any] = [None] * len(lengths)
-            dist.all_gather_object(objects, {"rank": rank})
-            dist.barrier()
-            seen.append((float(total), int(most), [o for o in objects if o is not None], join.active_ranks))
-    return seen
-
-
-@pytest.mark.parametrize("lengths", [[1, 3], [3, 0, 2]])
-def test_collectives_in_the_step_are_mirrored(workers: Workers, lengths: list[int]) -> None:
-    for rank, seen in enumerate(workers.run(len(lengths), collect, lengths)):
-        assert len(seen) == lengths[rank]
-        for step, (total, most, objects, active) in enumerate(seen):
-            ranks = [r for r, length in enumerate(lengths) if step < length]
-            assert active == tuple(ranks)
-            assert total == sum(r + step for r in ranks)
-            assert most == max(ranks)
-            assert objects == [{"rank": r} for r in ranks]

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.core.loops.resumed import train
-from tests.core.loops.test_positions import list_of
+from tests.core.loops.resumed import list_of, train
 from tests.support.other_ranks import BEHIND, EVALUATED, check, own
 from tests.support.workers import Workers
 from torch_join import Join

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from tests.core.loops.resumed import kind_of_loader, train
+from tests.core.loops.resumed import list_of, train
 from tests.support.many import seeds
 from tests.support.other_ranks import BEHIND, Chain, ShuffledStream, check, own
 from tests.support.warned import warned
@@ -123,13 +123,6 @@ def test_random_runs_go_on(workers: Workers, seed: int, tmp_path: Path) -> None:
     if breaks:  # before the last step
         places = [(which, one.randrange(case.steps - 1)) for which in range(2)]
     case.check(workers, places, tmp_path)
-
-
-def list_of(rank: int, lengths: tuple[int, ...], kind: str = "list") -> Any:
-    """Return a loader whose batches are numbers, one a row, of at most two rows."""
-    chain = own(kind, lengths, [(0, 0)])
-    loader = kind_of_loader(chain, rank)
-    return [batch[:, :1] for batch, _ in loader] if kind == "list" else loader
 
 
 def refuse(rank: int, what: str) -> None:

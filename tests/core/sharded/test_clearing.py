@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.core.sharded.test_exactness import trained
+from tests.core.sharded.exact import trained
 from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, shard_fully, train, train_padded, whole
 from tests.support.inside import RECORDED

@@ -1,11 +1,9 @@
 """Sharded models in plain loops against one process on the union of the batches, in float64."""
 
-from typing import Any
-
 import pytest
 
-from tests.support.front_ends.sharded import fits_torch, train
-from tests.support.sharded import Recipe, differences, reference
+from tests.core.sharded.exact import check
+from tests.support.sharded import Recipe
 from tests.support.workers import Workers
 
 BOTH = {
@@ -117,31 +115,6 @@ OF_FOUR_SECOND = {
     ),
     "replicas clip": Recipe((2, 5, 0, 4), options={"mesh": (2, 2)}, clip=0.3, weighting="active"),
 }
-
-
-def trained(workers: Workers, recipes: dict[str, Recipe], function: Any = train, deadline: float = 180.0) -> Any:
-    """Train by each, and return what each rank has then."""
-    given = list(recipes.values())
-    outcomes = workers.outcomes(given[0].world_size, function, given, deadline=deadline, timeout=60.0)
-    failed = [f"rank {rank}: {one.error}\n{one.trace[-1500:]}" for rank, one in enumerate(outcomes) if one.error]
-    assert not failed, "\n".join(failed)
-    return [outcome.value for outcome in outcomes]
-
-
-def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0) -> float:
-    """Train by each, and return the largest difference."""
-    recipes = {name: recipe for name, recipe in recipes.items() if fits_torch(recipe)}
-    ranks = trained(workers, recipes, deadline=deadline)
-    worst, wrong = 0.0, []
-    for index, (name, recipe) in enumerate(recipes.items()):
-        wanted = reference(recipe)
-        for rank, mine in enumerate(ranks):
-            found = differences(mine[index], rank, wanted, recipe)
-            worst = max(worst, *found.values())
-            if off := {what: value for what, value in found.items() if not value <= recipe.tolerance}:
-                wrong.append(f"{name}, rank {rank}: {len(off)} things are off, such as {off.popitem()}")
-    assert not wrong, "\n".join(wrong)
-    return worst
 
 
 def in_first(recipes: dict[str, Recipe]) -> dict[str, Recipe]:

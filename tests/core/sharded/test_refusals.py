@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from tests.core._collectives.test_join_collectives import Mode
 from tests.emulator import place
 from tests.needs import needs
 from tests.support.front_ends.sharded import PATIENCE, Training, shard, shard_fully
+from tests.support.modes import Mode
 from tests.support.sharded import Recipe
 from tests.support.workers import Workers
 from torch_join import Join, JoinableOptimizer, JoinableState

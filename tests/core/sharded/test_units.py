@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.sharded.test_exactness import check
+from tests.core.sharded.exact import check
 from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, Training
 from tests.support.sharded import Recipe, Trained, differences, reference

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.core.sharded.test_exactness import check
+from tests.core.sharded.exact import check
 from tests.covering import others_long
 from tests.emulator import place
 from tests.needs import needs

@@ -15,7 +15,7 @@ from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.wrappers import MinMaxMetric
 
-from tests.core._participants.test_metrics import CASES, CLASSES, History, collection
+from tests.core._participants.metrics import CASES, CLASSES, History, collection
 from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
 from tests.support.inside import Override
 from tests.support.run import Batch
