@@ -238,17 +238,6 @@ def counting_trips() -> Iterator[Counter[str]]:
         yield found
 
 
-def delay_next_wait(channel: Any, seconds: float) -> None:
-    wait = channel._until
-
-    def wait_late(*args: Any, **kwargs: Any) -> Any:
-        channel._until = wait
-        time.sleep(seconds)
-        return wait(*args, **kwargs)
-
-    channel._until = wait_late
-
-
 # ---------------------------------------------------------------- links between ranks
 
 Links, Layout, MOST_BYTES = _links.Links, _layout.Layout, _links.MAX_BYTES

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.front_ends.lightning import Fit, Module, Result, assert_exact, build_trainer, result_of
 from tests.support.front_ends.plain import Loop
 from tests.support.joinables import Counter
-from tests.support.run import Batch, difference, reference
+from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -114,37 +113,3 @@ def test_main_hooks_take_part_in_pairs(workers: Workers, lengths: tuple[int, ...
             active = [r for r, length in enumerate(lengths) if length > step]
             expected += sum(len(set(pair) & set(active)) for pair in PAIRS if rank in pair) + len(active)
         assert total == expected
-
-
-class Pairs(Module):
-    """Sums in every pair in each step."""
-
-    def on_fit_start(self) -> None:
-        self.groups = {pair: dist.new_group(list(pair)) for pair in PAIRS}
-        self.found: list[tuple[int, Sums]] = []
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        values = {pair: torch.tensor([10.0**self.global_rank]) for pair in PAIRS if self.global_rank in pair}
-        for pair, value in values.items():
-            dist.all_reduce(value, group=self.groups[pair])
-        self.found.append((batch_idx, {pair: int(value.item()) for pair, value in values.items()}))
-        return super().training_step(batch, batch_idx)
-
-
-def fit_in_pairs(rank: int, case: Fit) -> tuple[Any, Result]:
-    module = Pairs(case)
-    trainer = build_trainer(case)
-    trainer.fit(module)
-    return module.found, result_of(trainer, module)
-
-
-@pytest.mark.parametrize("lengths", [(4, 4, 1), (1, 3, 5), (3, 1, 5), (5, 0, 2), (2, 4, 0)])
-def test_pairs_in_lightning_sum_over_their_active_members(workers: Workers, lengths: tuple[int, ...]) -> None:
-    case = Fit(lengths, epochs=2)
-    outcomes = workers.run(3, fit_in_pairs, case, deadline=30.0)
-    assert_exact(case, [result for _, result in outcomes])
-    for rank, (found, _) in enumerate(outcomes):
-        assert len(found) == 2 * lengths[rank]
-        for step, sums in found:
-            active = {r for r, length in enumerate(lengths) if length > step}
-            assert sums == {pair: sum(10**r for r in pair if r in active) for pair in PAIRS if rank in pair}

@@ -321,6 +321,23 @@ def test_a_loop_without_epoll(workers: Workers) -> None:
     assert others == [first] * 2
 
 
+def end_without_epoll(rank: int) -> tuple[str, float]:
+    with without_epoll():
+        channel = open_channel()
+    channel.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(channel, channel.barrier, tells=False)
+
+
+def test_a_killed_rank_is_named_without_epoll(workers: Workers) -> None:
+    outcomes = workers.outcomes(3, end_without_epoll)
+    for rank in (0, 2):
+        text, seconds = outcomes[rank].value
+        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone")
+        assert seconds < 1.0
+
+
 # ---------------------------------------------------------------- the layout
 
 

@@ -442,22 +442,3 @@ def test_a_digest_weighs_every_place(dtype: torch.dtype) -> None:
     assert checksums([x.t().contiguous().t()]) == first
     eye = torch.eye(50, dtype=dtype)
     assert checksums([eye]) != checksums([eye[order]])
-
-
-def large_attribute(rank: int) -> list[str]:
-    """Something given holds a table of a million numbers, which the loop changes."""
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    holder = Holder(table=[[[0] * 20 for _ in range(256)] for _ in range(256)], count=0)
-    with warned() as said, Join([model, holder]) as join:
-        for _ in join.batches([0] * (1 + rank)):
-            model(torch.ones(1, 2)).sum().backward()
-            holder.count += 1
-            for rows in holder.table:
-                rows[0][0] += 1
-    return said
-
-
-def test_what_is_too_large_to_be_named_is_left_out(workers: Workers) -> None:
-    said, _ = workers.run(2, large_attribute)
-    assert any("count" in text for text in said)
-    assert not any("table" in text for text in said)

@@ -8,12 +8,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.joinables import WorldJoinable
 from tests.support.workers import Workers
 from torch_join import Join, JoinableModel, JoinTypeError, JoinValueError
@@ -177,3 +179,34 @@ def test_the_error_lists_what_the_signature_has() -> None:
     named = [name for name in inspect.signature(Join).parameters if name not in ("joinables", "hooks")]
     with pytest.raises(JoinTypeError, match=f"the arguments are {', '.join(named)}, divide_by_initial_world_size"):
         Join([nn.Linear(1, 1)], shape="round", enable=False)
+
+
+def misuse(rank: int, kind: str) -> None:
+    with accelerator_of(rank) as accelerator:
+        model = accelerator.prepare(nn.Linear(1, 1))
+        prepared: Any = DataLoaderShard([torch.ones(1, 1)] * 2, batch_size=None)  # type: ignore[arg-type]
+        arguments: dict[str, tuple[Any, dict[str, Any]]] = {
+            "model": (model, {}),
+            "loader": ([model, prepared], {}),
+            "misspelt": ([], {"may_brake": True}),
+            "unknown": ([], {"colour": "red"}),
+            "seconds": ([], {"timeout": 5}),
+        }
+        given, options = arguments[kind]
+        with accelerator.join_uneven_inputs(given, **options):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("model", "given as a list, not as one DistributedDataParallel"),
+        ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
+        ("misspelt", "There is no argument 'may_brake'. Did you mean 'may_break'?"),
+        ("unknown", "There is no argument 'colour'"),
+        ("seconds", "timeout=timedelta(seconds=5)"),
+    ],
+)
+def test_the_same_with_accelerate(workers: Workers, kind: str, text: str) -> None:
+    for outcome in workers.outcomes(2, misuse, kind):
+        assert text in outcome.error, outcome

@@ -96,29 +96,6 @@ def test_a_metrics_step_is_synced_over_the_active_ranks(workers: Workers, name: 
             assert len(found) == lengths[rank]
 
 
-def _computed(rank: int, name: str, lengths: Sequence[int]) -> list[Any]:
-    case = CASES[name]
-    metric = case.build().set_dtype(torch.float64)
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    found = []
-    with TorchJoin([JoinableModel(model), JoinableMetric(metric)]):
-        for step in range(lengths[rank]):
-            model(torch.ones(1, 1)).sum().backward()
-            metric.update(*case.batch(rank, step))
-            found.append(metric.compute())
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets:UserWarning")
-@pytest.mark.parametrize("name", others_long(CASES, *[*CASES][1::3]))
-def test_compute_counts_all_ranks_that_have_updated(workers: Workers, name: str) -> None:
-    case, lengths = CASES[name], (2, 4, 0)
-    for rank, found in enumerate(workers.run(3, _computed, name, lengths)):
-        for step, value in enumerate(found):
-            assert_value(value, case.expected(case.build, history(case, lengths, range(step + 1))))
-        assert len(found) == lengths[rank]
-
-
 # ---------------------------------------------------------------- torch's protocol
 
 
@@ -144,26 +121,6 @@ def test_joinables_of_others_stand_among_them(workers: Workers, lengths: tuple[i
         assert hooks == max(lengths) - lengths[rank]
         assert last == [lengths[rank] == max(lengths)]
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][3], strict=True))
-
-
-def _forwards(rank: int, lengths: Sequence[int], grad: bool) -> tuple[int, float]:
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    seen = 0
-    given = [JoinableModel(model), JoinableOptimizer(torch.optim.Adam(model.parameters()))]
-    with TorchJoin(given), torch.set_grad_enabled(grad):  # type: ignore[arg-type]
-        for _ in range(lengths[rank]):
-            model(torch.ones(1, 1))
-            seen += 1
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    return seen, float(one)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("lengths", [(1, 4), (3, 0, 3), (4, 2, 3)])
-def test_a_forward_needs_no_backward(workers: Workers, lengths: tuple[int, ...], grad: bool) -> None:
-    found = workers.run(len(lengths), _forwards, lengths, grad)
-    assert found == [(length, float(len(lengths))) for length in lengths]
 
 
 def _throw(rank: int, lengths: Sequence[int]) -> tuple[str, int, bool]:

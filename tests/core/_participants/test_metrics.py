@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 from torchmetrics import wrappers as wraps
 from torchmetrics.aggregation import CatMetric, MaxMetric, SumMetric
-from torchmetrics.regression import MeanSquaredError
 
 from tests.core._participants.metrics import CASES, CLASSES, assert_value, collection, history
 from tests.support.inside import PASSING_ON, concatenates, deadlock_seconds
@@ -205,19 +204,6 @@ def _left_behind(rank: int, fails: bool) -> tuple[bool, bool, bool, float]:
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind_and_states_stay_where_they_are(workers: Workers, fails: bool) -> None:
     assert workers.run(2, _left_behind, fails) == [(True, True, True, 1.0), (True, True, True, 4.0)]
-
-
-def _differentiated(rank: int) -> list[float]:
-    metric = MeanSquaredError(dist_sync_on_step=True)
-    with Join([metric]) as join:
-        for _ in join.batches(range(1 + rank)):
-            x = torch.ones(2, requires_grad=True)
-            metric(x, torch.zeros(2)).backward()
-    return [] if x.grad is None else x.grad.tolist()
-
-
-def test_a_step_can_be_differentiated(workers: Workers) -> None:
-    assert workers.run(2, _differentiated) == [[0.5, 0.5], [1.0, 1.0]]
 
 
 class OwnSync(SumMetric):

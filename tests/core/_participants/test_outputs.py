@@ -77,29 +77,3 @@ def test_gradients_are_told_apart_whatever_a_model_returns(workers: Workers, pac
     expected = train_alone(optimizer, LENGTHS, lambda *place: net.loss(batch(*place)), WINDOW)
     for parameters in workers.run(2, in_windows, pack):
         assert difference(parameters, expected) < 1e-12
-
-
-def with_penalty(rank: int) -> tuple[list[Tensor], int]:
-    """The loop adds an L2 term of the parameter that the model returns, in a backward of its own."""
-    ddp = DistributedDataParallel(Net(PACKS["a parameter first"][0]))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    with Join([ddp, optimizer]) as join:
-        for x in join.batches([batch(rank, step) for step in range(3 - rank)]):
-            optimizer.zero_grad()
-            ddp(x)[1].pow(2).mean().backward()
-            (0.1 * ddp.module.scale**2).backward()
-            optimizer.step()
-    return [p.detach() for p in ddp.parameters()], len(ddp.module.scale._backward_hooks or {})
-
-
-def test_nothing_stays_on_a_parameter_that_a_model_returns(workers: Workers) -> None:
-    net = Net(Net.predict)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        losses = [net.loss(batch(rank, step)) for rank in range(2) if step < 3 - rank]
-        (sum(losses, torch.zeros(())) / 2 + 0.1 * net.scale**2).backward()
-        optimizer.step()
-    for parameters, hooks in workers.run(2, with_penalty):
-        assert difference(parameters, [p.detach() for p in net.parameters()]) < 1e-12
-        assert hooks == 0

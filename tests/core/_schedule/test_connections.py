@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from tests.needs import needs
 from tests.support.inside import counted_gifts, exchange_threads
 from tests.support.workers import Workers, connect
 from torch_join import Join
@@ -118,23 +116,3 @@ def test_a_rank_that_cannot_be_connected_is_named(workers: Workers, who: int) ->
         assert "a gloo process group, which cannot be made" in outcome.error, outcomes
         assert rank == who or f"Rank {who}: " in outcome.error, outcomes
         assert outcome.seconds < 5, outcomes
-
-
-def count_keys(rank: int) -> tuple[int, int]:
-    """Return how many of the job's keys belong to connections, after two contexts."""
-    store = dist.distributed_c10d._get_default_store()
-    counts = []
-    for _ in range(2):
-        model = ddp()
-        with Join([model], rebalance=True) as join:
-            for batch in join.batches([torch.ones(1, 1)] * (1, 9)[rank]):
-                model(batch).sum().backward()
-        dist.barrier()
-        counts.append(sum("exchange" in key for key in store.list_keys()))
-        dist.barrier()
-    return counts[0], counts[1]
-
-
-@needs("a store that lists its keys")
-def test_no_key_is_left(workers: Workers) -> None:
-    assert workers.run(2, count_keys, store="tcp") == [(0, 0)] * 2

@@ -129,37 +129,6 @@ def test_what_a_step_changes_before_its_forward_is_kept(workers: Workers, loop: 
         assert (weight - net.weight).abs().max() < 1e-10
 
 
-class Centered(nn.Linear):
-    """Binds its center anew in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.double().register_buffer("center", torch.zeros(()).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.center = 0.5 * self.center + x.mean()  # type: ignore[has-type]
-        return super().forward(x).mean()
-
-
-CENTERED = (1, 2, 4)
-
-
-def center(rank: int) -> Tensor:
-    ddp = DistributedDataParallel(Centered())
-    with Join([ddp]) as join:
-        for x in join.batches([inputs(0, rank, step) for step in range(CENTERED[rank])]):
-            ddp(x).backward()
-    return ddp.module.center  # type: ignore[no-any-return]
-
-
-def test_a_buffer_that_forwards_bind_anew_is_the_lowest_active_ranks(workers: Workers) -> None:
-    expected = torch.zeros(()).double()
-    for step in range(max(CENTERED)):
-        lowest = next(rank for rank, length in enumerate(CENTERED) if step < length)
-        expected = 0.5 * expected + inputs(0, lowest, step).mean()
-    assert all(torch.allclose(found, expected, rtol=0.0, atol=1e-12) for found in workers.run(3, center))
-
-
 def make_modules(rank: int) -> None:
     class Adding(nn.Module):
         def __init__(self) -> None:

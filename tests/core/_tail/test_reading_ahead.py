@@ -295,38 +295,6 @@ def test_the_position_is_that_of_the_batch_in_the_loop(workers: Workers, kind: s
     assert workers.run(2, save_within, lengths, kind) == [list(range(1, n + 1)) for n in lengths]
 
 
-class Counted(list[Tensor]):
-    """Notes what is read of it."""
-
-    def __init__(self, data: list[Tensor]) -> None:
-        super().__init__(data)
-        self.read: list[int] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        self.read.append(index)
-        return super().__getitem__(index)
-
-
-def break_and_meet(rank: int, clears: bool) -> list[int]:
-    """Leave a loop, and do something with the others: its loader is not read, and may be anything by then."""
-    ddp = DistributedDataParallel(torch.nn.Linear(1, 1).double())
-    data = Counted([torch.ones(1, dtype=torch.float64)] * 5)
-    batches: list[Tensor] = [*data]
-    with Join([ddp]) as join:
-        for step, batch in enumerate(join.batches(batches if clears else DataLoader(data))):  # type: ignore[arg-type]
-            ddp(batch).sum().backward()
-            if step == 1:
-                break
-        batches.clear()
-        assert join.active_ranks == (0, 1)
-    return data.read
-
-
-@pytest.mark.parametrize("clears", [False, True])
-def test_a_loop_that_was_left_reads_nothing(workers: Workers, clears: bool) -> None:
-    assert workers.run(2, break_and_meet, clears) == [[] if clears else [0, 1]] * 2
-
-
 def test_a_module_in_a_loader_is_no_position() -> None:
     loader = Bar(torch.ones(3, 1))
     loader.transform = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]

@@ -14,30 +14,6 @@ from tests.support.workers import Workers
 from torch_join import Join
 
 
-class Plain:
-    """An optimizer that does not derive from torch's."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.param_groups = [{"params": parameters, "lr": 0.1}]
-        self.state: dict[Any, Any] = {}
-
-    def zero_grad(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.grad = None
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 def saved(thing: Any) -> Any:
     file = io.BytesIO()
     torch.save(thing, file)
@@ -76,27 +52,3 @@ def test_a_model_may_be_copied_in_the_loop(
     workers: Workers, lengths: tuple[int, ...], how: str, may_break: bool
 ) -> None:
     check_exact(workers.run(len(lengths), copy_amid, lengths, how, may_break), lengths)
-
-
-def clear_a_copy(rank: int) -> list[bool]:
-    net = nn.Linear(2, 1)
-    ddp, optimizer = DistributedDataParallel(net), Plain(list(net.parameters()))
-    kept = []
-    with Join([ddp, optimizer]) as join:
-        for _ in join.batches(range(1 + rank)):
-            ddp(torch.ones(1, 2)).sum().backward()
-            for theirs in (copy.deepcopy(optimizer), saved(optimizer)):
-                for p in theirs.param_groups[0]["params"]:
-                    p.grad = torch.ones_like(p)
-                theirs.zero_grad()
-                kept.append(net.weight.grad is not None)
-                kept.append(all(p.grad is None for p in theirs.param_groups[0]["params"]))
-            optimizer.step()
-            optimizer.zero_grad()
-    return kept
-
-
-def test_a_copy_of_any_optimizer_clears_its_own(workers: Workers) -> None:
-    for kept in workers.run(2, clear_a_copy):
-        assert kept
-        assert all(kept)

@@ -1,28 +1,19 @@
 """`Join` in plain loops: the parameters are those of a single process. And the same loops under torch's Join."""
 
-import time
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.covering import others_long
 from tests.support.front_ends.plain import (
     Loop,
-    Outcome,
     assert_exact,
     assert_same_bits,
     go_on,
-    outcome_of,
     train,
 )
-from tests.support.inside import channel_of, delay_next_wait
-from tests.support.run import Batch, Training, difference, reference
-from tests.support.workers import Workers, connect
-from torch_join import Join
+from tests.support.run import difference, reference
+from tests.support.workers import Workers
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "zero")
 # What a loop may do besides; each is done with each optimizer.
@@ -123,108 +114,3 @@ def test_the_programs_do_what_they_are_there_for() -> None:
     for feature in FEATURES:
         mine = [PROGRAMS[f"{optimizer}-{feature}"] for optimizer in OPTIMIZERS]
         assert {program.weighting for program in mine} == set(WEIGHTINGS)
-
-
-class Late:
-    """A loader that is empty, does not say so, and takes its time."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[Batch]:
-        time.sleep(0.5)
-        yield from ()
-
-
-def train_without(rank: int, lengths: tuple[int, ...]) -> Outcome:
-    training = Training(Loop(lengths), sharded=True)
-    ddp = DistributedDataParallel(training.net)
-    batches = Loop(lengths).batches(rank, 0)
-    with Join([ddp, *training.optimizers]) as join:
-        for step, batch in enumerate(join.batches(batches or Late())):
-            training.begin_step(0, step)
-            (ddp(batch[0]) - batch[1]).pow(2).mean().backward()
-            training.end_step(0, step)
-    return outcome_of(rank, training)
-
-
-def test_a_loader_that_turns_out_empty_is_exact(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, train_without, (0, 4, 1), deadline=20.0, timeout=3.0)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    program = Loop((0, 4, 1), epochs=1)
-    assert_exact([outcome.value for outcome in outcomes], reference(program))
-
-
-def evaluate_slowly(rank: int, lengths: tuple[int, ...]) -> int:
-    """The rank that joins hears of it late, while the others' steps wait for nobody."""
-    connect()
-    ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
-    steps = 0
-    with Join([ddp], may_break=True, timeout=timedelta(seconds=4)) as join, torch.no_grad():
-        for _ in join.batches([torch.ones(1, 1)] * lengths[rank]):
-            ddp(torch.ones(1, 1))
-            steps += 1
-            if steps == lengths[0] and rank == 0:
-                delay_next_wait(channel_of(join), 1.0)
-            elif steps == lengths[0]:
-                time.sleep(0.3)  # so that the rank that joins comes first, and waits
-    return steps
-
-
-def test_a_rank_may_hear_late_that_it_has_joined(workers: Workers) -> None:
-    outcomes = workers.outcomes(3, evaluate_slowly, (2, 9, 9), deadline=20.0, timeout=4.0)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    assert [outcome.value for outcome in outcomes] == [2, 9, 9]
-
-
-# ---------------------------------------------------------------- the same loops under torch's Join
-
-# It is right where nothing has a state besides the parameters, and where no rank runs out before the others.
-RIGHT = ("plain-sgd", "even", "empty", "one")
-# It knows of one forward per step and model, and of no other collectives: ranks abort or wait for each other.
-FAILS = (
-    *("adam-two-models", "two-models-window", "adam-and-zero", "adam-two-forwards"),
-    *("adam-no-grad", "norm-evaluated", "sgd-inference", "window-in-one-context", "zero-scaler", "zero-window"),
-)
-# The same as others of these, and some take seconds.
-LEFT_OUT = [
-    f"{optimizer}-{feature}"
-    for feature in ("two-models", "two-forwards", "no-grad", "inference")
-    for optimizer in OPTIMIZERS
-    if f"{optimizer}-{feature}" not in FAILS
-] + [
-    "zero-two-backwards",
-    "zero-scaler-clip",
-    "served-in-inference",
-    "zero-served-in-inference",
-    "wrong-length-evaluated",
-]
-
-
-def under_torch(workers: Workers, program: Loop) -> list[Any]:
-    return workers.outcomes(program.world_size, train, program, "torch", deadline=20.0, timeout=2.0)
-
-
-OFF = [name for name in PROGRAMS if name not in (*FAILS, *LEFT_OUT)]
-
-
-# What torch's Join does is no change of ours.
-@pytest.mark.parametrize("name", others_long(OFF, *RIGHT, "adam", "zero", "adamw-step", "norm"))
-def test_torchs_join_is_off_but_for_the_simplest_loops(workers: Workers, name: str) -> None:
-    program = PROGRAMS[name]
-    outcomes = under_torch(workers, program)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    expected = reference(program)
-    worst = max(difference(outcome.value.parameters, expected.parameters) for outcome in outcomes)
-    if name in RIGHT:
-        assert worst < 1e-10
-    else:
-        assert worst > 1e-4
-    if program.scheduler and name not in RIGHT:
-        assert any(outcome.value.lr != expected.training.rates for outcome in outcomes)
-
-
-@pytest.mark.parametrize("name", others_long(FAILS, "adam-two-models", "norm-evaluated"))
-def test_torchs_join_fails(workers: Workers, name: str) -> None:
-    """Some ranks end in an error, or their processes abort, at the latest after the process group's timeout."""
-    assert any(outcome.error for outcome in under_torch(workers, PROGRAMS[name]))

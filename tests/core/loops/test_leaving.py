@@ -57,25 +57,6 @@ def test_what_follows_a_break_is_safe(
     assert how == "loop" or len({seen for _, _, seen in found}) == 1
 
 
-def leave_together(rank: int, lengths: tuple[int, ...], weighting: str, most: int) -> list[Tensor]:
-    training = Training(lengths, rank)
-    with Join([training.ddp, training.optimizer], weighting=weighting, timeout=SHORT) as join:
-        for step, batch in enumerate(join.batches(training.batches)):
-            if step == most:
-                break
-            training.step(batch)
-    return training.parameters
-
-
-@pytest.mark.parametrize("weighting", ["world", "active", "samples"])
-def test_a_break_at_the_same_step_needs_nothing(workers: Workers, weighting: str) -> None:
-    found = workers.run(2, leave_together, (5, 5), weighting, 3, deadline=30.0)
-    if weighting == "samples":
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    else:
-        check_exact(found, (3, 3), weighting)
-
-
 def nest(rank: int, lengths: tuple[int, ...], how: str) -> None:
     connect()
     training = Training(lengths, rank)
