@@ -248,8 +248,6 @@ def slow(rank: int) -> int:
             if rank == 1:
                 time.sleep(6)
             channel.barrier()
-            if rank == 1:
-                time.sleep(6)
             channel.gather(rank)
         finally:
             os.dup2(before, 2)

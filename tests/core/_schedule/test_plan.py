@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_join._schedule.plan import Plan, Row, steps_of
 
-PROFILE = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+PROFILE = settings(derandomize=True, deadline=None, database=None, max_examples=50)
 Batch = tuple[int, int]  # its owner, and its index
 
 
@@ -217,7 +217,7 @@ def test_unknown_lengths_take_no_more_steps_without_limits(epoch: Epoch) -> None
 
 
 @given(epoch=epochs(), all_are=st.booleans(), data=st.data())
-@settings(PROFILE, max_examples=200)
+@settings(PROFILE, max_examples=100)
 def test_some_or_all_lengths_are_unknown(epoch: Epoch, all_are: bool, data: st.DataObject) -> None:
     ranks = planned(epoch, [None if all_are or data.draw(st.booleans()) else length for length in epoch.lengths])
     check_rules(ranks.rows, epoch.donated)

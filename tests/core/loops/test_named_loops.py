@@ -36,7 +36,7 @@ PLACES = {
         ("shuffled; stateful; list", {}, {}),
         ("stateful; shuffled; shuffled stream", {"may_break": True}, {"contexts": True}),
         ("shuffled stream; shuffled; shuffled", {"weighting": "samples"}, {"most": 2}),
-        ("workers that stay; a numpy generator; shuffled", {}, {}),
+        pytest.param("workers that stay; a numpy generator; shuffled", {}, {}, marks=pytest.mark.long),
         ("shuffled; with replacement; shuffled", {}, {"names": ("first", "", "validation"), "goes_to": True}),
         ("shuffled; shuffled stream; list", {"rebalance": True}, {}),
         # A state of one of them is its own.

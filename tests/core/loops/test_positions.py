@@ -99,13 +99,9 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
         places = [(0, steps - 1), (1, late), (0, max(0, steps - 2 - late))]
     else:
         places = [(0, 0), (0, 0), (1, steps // 3), (0, 0), (0, BEHIND)]
-    if case.kind == "workers that stay":  # see below
-        places = [(1, late)]
+    if case.kind == "workers that stay":  # in a job that has gone on, too
+        places = [(0, 1), (1, 1)]
     case.check(workers, places, tmp_path)
-
-
-def test_workers_that_stay_in_a_job_that_has_gone_on(workers: Workers, tmp_path: Path) -> None:
-    Case("workers that stay").check(workers, [(0, 1), (1, 1)], tmp_path)
 
 
 @seeds(range(2), 300)
