@@ -258,6 +258,16 @@ def test_a_list_that_holds_itself_comes_back() -> None:
     assert_same(got[0], batch[0])
 
 
+def test_like_batches_have_the_same_skeleton() -> None:
+    def batch(seed: int) -> Any:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        return {"x": x, "y": np.full(3, seed), "z": [Sample(x.clone())], "w": x.bool()}
+
+    assert pack(batch(1))[0] == pack(batch(2))[0]
+    assert pack(numbers(2))[0] != pack(numbers(3))[0]
+    assert pack(numbers(2))[0] != pack(numbers(2, dtype=torch.int32))[0]
+
+
 # ---------------------------------------------------------------- what cannot be given away
 
 
