@@ -68,7 +68,8 @@ class Validated(Module):
 
 def fit_with_callback(rank: int, case: Fit, strategy: Any, folder: str) -> tuple[Result, Result, float]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, **ON_EXCEPTION)
-    callbacks = [JoinCallback(weighting=case.weighting), OnExceptionCheckpoint(folder), saving]
+    joins = JoinCallback(weighting=case.weighting, rebalance=case.rebalance)
+    callbacks = [joins, OnExceptionCheckpoint(folder), saving]
     trainer = build_trainer(case, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
     module = Validated(case)
     untouched = classes(trainer)
@@ -80,7 +81,7 @@ def fit_with_callback(rank: int, case: Fit, strategy: Any, folder: str) -> tuple
     assert float(trainer.callback_metrics["loss"]) == loss
     assert classes(trainer) == untouched
     again = Module(case)
-    resumed = build_trainer(case, strategy=strategy, callbacks=[JoinCallback(weighting=case.weighting)])
+    resumed = build_trainer(case, strategy=strategy, callbacks=[joins])
     resumed.fit(again, ckpt_path=str(last_of_epoch(case, folder)))
     return result, result_of(resumed, again), loss
 
@@ -96,7 +97,7 @@ def last_of_epoch(case: Fit, folder: str) -> Path:
         (Fit((2, 6), optimizer="zero", scheduler="onecycle-setup"), "ddp"),
         (Fit((0, 4, 6), model="norm", optimizer="adamw", weighting="active", iterable=True, clip=0.3), "ddp"),
         (
-            Fit((7, 3), model="unused", weighting="samples", ragged=True, scheduler="step"),
+            Fit((7, 3), model="unused", weighting="samples", ragged=True, scheduler="step", rebalance=True),
             "ddp_find_unused_parameters_true",
         ),
     ],

@@ -1,12 +1,11 @@
 """Bad input gets a clear error on every rank, and nothing hangs."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loops import _FitLoop
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -129,8 +128,16 @@ def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
             assert text in outcome.error, outcome.trace or outcome.error
 
 
+COUNTED = "UnsupportedError: A weighting by a function, with accumulate_grad_batches > 1"
 SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
     "iterator": (Iterates, Fit((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
+    "windows": (Module, Fit((2, 3), weighting="count", accumulate=2), {}, (COUNTED,)),
+    "windows-scheduled": (
+        Module,
+        Fit((2, 3), weighting="count"),
+        {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+        (COUNTED,),
+    ),
     "lbfgs": (Lbfgs, Fit((2, 3)), {}, ("UnsupportedError", "LBFGS")),
     "overlap": (Overlapping, Fit((2, 3)), {}, ("UnsupportedError", "overlap_with_ddp=False")),
     "limit": (
@@ -243,32 +250,6 @@ def test_stop_iteration_in_a_hook_does_not_end_a_loop_of_one_rank(workers: Worke
     assert "PeerFailedError: Rank 1 failed" in survivor.error, survivor
 
 
-class ExhaustedMetric(SumMetric):
-    raises = False
-
-    def compute(self) -> Any:
-        return next(iter(())) if self.raises else super().compute()
-
-
-class ExhaustsInAMetric(Evaluated):
-    def setup(self, stage: str) -> None:
-        self.metric = ExhaustedMetric()
-        self.metric.raises = self.trainer.global_rank == 1
-
-    def val_dataloader(self) -> Any:
-        return [super().val_dataloader()] * 2
-
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.metric.update(1.0)
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
-
-
-def test_stop_iteration_between_dataloaders_does_not_end_a_loop_of_one_rank(workers: Workers) -> None:
-    survivor, culprit = workers.outcomes(2, fit, Fit((3, 4)), ExhaustsInAMetric, {}, {"num_sanity_val_steps": 0})
-    assert "JoinError: A step or a hook raised StopIteration" in culprit.error, culprit
-    assert "PeerFailedError: Rank 1 failed" in survivor.error, survivor
-
-
 class HearsOfAnother(Module):
     """On rank 1, something else than the fit's own channel tells that rank 2 has failed: a `Join` over some ranks."""
 
@@ -361,54 +342,3 @@ def test_throw_on_early_termination(workers: Workers, lengths: tuple[int, ...], 
 
 def test_even_inputs_do_not_throw(workers: Workers) -> None:
     assert [len(result.trained) for result in workers.run(2, fit, Fit((3, 3), ddp=THROWS))] == [9, 9]
-
-
-# ---------------------------------------------------------------- a rank that raises
-
-
-class Raises(Module):
-    where = ""
-
-    def maybe(self, where: str) -> None:
-        if where == self.where and self.trainer.global_rank == 1:
-            raise ValueError("the shelf fell down")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            self.maybe("step")
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.maybe("hook")
-
-    def on_before_optimizer_step(self, _: Any) -> None:
-        self.maybe("optimizer")
-
-    def on_train_epoch_end(self) -> None:
-        self.maybe("epoch")
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        self.maybe("loader")
-        return super().train_dataloader()
-
-
-def fit_raising(rank: int, where: str, lengths: tuple[int, ...]) -> None:
-    module = Raises(Fit(lengths))
-    module.where = where
-    try:
-        build_trainer(module.case).fit(module)
-    except ValueError:
-        time.sleep(0.5)  # it lingers, as a process does that logs its traceback and exits
-        raise
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
-@pytest.mark.parametrize("where", ["step", "hook", "optimizer", "epoch", "loader"])
-def test_a_rank_that_raises_is_named_on_the_others(workers: Workers, where: str, lengths: tuple[int, ...]) -> None:
-    start = time.monotonic()
-    survivor, culprit = workers.outcomes(2, fit_raising, where, lengths)
-    assert culprit.error == "ValueError: the shelf fell down"
-    assert "PeerFailedError: Rank 1 failed, so rank 0 cannot go on." in survivor.error, survivor.trace
-    assert "Rank 1: ValueError: the shelf fell down" in survivor.error
-    assert time.monotonic() - start < 20

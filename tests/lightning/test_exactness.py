@@ -1,5 +1,7 @@
 """The claim: the parameters are those that a single process would have computed."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.covering import others_long
@@ -61,4 +63,10 @@ SOME += ["limit-iterable", "max-steps-window", "one-process", "same-sizes-none"]
 @pytest.mark.parametrize("name", others_long(CASES, *SOME))
 def test_parameters_are_those_of_a_single_process(workers: Workers, name: str) -> None:
     case = CASES[name]
+    assert_exact(case, workers.run(case.world_size, fit, case))
+
+
+@pytest.mark.parametrize("name", others_long(CASES, *[*CASES][::4]))
+def test_rebalanced_it_is_one_process_with_the_same_schedule(workers: Workers, name: str) -> None:
+    case = replace(CASES[name], rebalance=True)
     assert_exact(case, workers.run(case.world_size, fit, case))

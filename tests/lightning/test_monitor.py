@@ -109,18 +109,6 @@ def test_a_resumed_epoch_counts_from_there(workers: Workers, tmp_path: Path) -> 
         assert epochs == [[(0, 2, 4), (2, 0, None)], [(2, 4, 2), (6, 0, None)]]
 
 
-def fit_monitored(rank: int, lengths: tuple[int, ...]) -> None:
-    """Fit with a monitor on the last rank alone."""
-    case = Fit(lengths, epochs=1)
-    build_trainer(case, callbacks=[JoinMonitor()] if rank else []).fit(Module(case))
-
-
-@pytest.mark.parametrize("lengths", [(2, 2), (0, 2)])
-def test_a_monitor_on_one_rank(workers: Workers, lengths: tuple[int, ...]) -> None:
-    for outcome in workers.outcomes(2, fit_monitored, lengths):
-        assert "among the callbacks of rank 1, but not of rank 0" in outcome.error
-
-
 def fit_alone(rank: int, folder: str) -> list[str]:
     lines = []
     for strategy in ("auto", "ddp_join"):

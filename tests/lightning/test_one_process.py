@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_join import DDPJoinStrategy, JoinCallback
-from tests.lightning._loops.test_resume import Reading, fit_whole
-from tests.lightning._training.test_joinables import Logged
+from tests.lightning.reading import Reading, fit_whole
 from tests.support.front_ends.lightning import (
     ANY_CHECKPOINT,
     Fit,
@@ -28,6 +27,7 @@ from tests.support.front_ends.lightning import (
     build_trainer,
     result_of,
 )
+from tests.support.joinables import Logged
 from tests.support.run import Batch
 from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers

@@ -1,16 +1,14 @@
 """A finished rank runs `training_step` itself: experts are those of one process, and what is logged is of batches."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -136,47 +134,6 @@ def test_experts_are_those_of_one_process(workers: Workers, name: str) -> None:
     assert epoch["most"] == max(everything)
     assert epoch["rows"] == pytest.approx(sum(everything) / len(everything))
     assert all(each[4] == [*range(max(case.lengths))] for each in ranks)
-
-
-class Normed(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        return self.net(x).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def fit_on(rank: int, folder: str, path: str | None, placeholder: str | None) -> list[float]:
-    """Fit for two epochs of 1 and 4 batches, with a checkpoint of each step, or go on from one."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPJoinStrategy(placeholder=placeholder, weighting="active"),  # type: ignore[arg-type]
-        max_epochs=2,
-        logger=False,
-        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batches = [torch.full((3, 4), 1.0 + rank).double() + torch.eye(3, 4) * step for step in range((1, 4)[rank])]
-    module = Normed()
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)  # type: ignore[arg-type]
-    return [float(value) for each in module.state_dict().values() for value in each.flatten()]
-
-
-def test_a_fit_goes_on_in_the_tail(workers: Workers, tmp_path: Path) -> None:
-    """Rank 0, which writes the checkpoint, has run out before; it is as where it mirrors, statistics too."""
-    expected = workers.run(2, fit_on, str(tmp_path / "0"), None, "last")
-    assert expected == workers.run(2, fit_on, str(tmp_path / "1"), None, None)
-    assert expected == workers.run(2, fit_on, str(tmp_path / "2"), str(tmp_path / "0" / "step=2.ckpt"), "last")
 
 
 class Evaluated(Module):

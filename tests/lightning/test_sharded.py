@@ -25,6 +25,8 @@ CASES = {
         Fit((3, 0, 5), scheduler="step", weighting="samples", ragged=True),
         Fit((0, 2, 4), optimizer="adamw", weighting="active", accumulate=2, iterable=True),
         Fit((1, 5, 3), model="turns", optimizer="sgd"),
+        Fit((7, 2, 0), optimizer="adamw", weighting="samples", ragged=True, accumulate=2, rebalance=True),
+        Fit((0, 7, 1), optimizer="sgd", iterable=True, rebalance=True),
     ],
 }
 

@@ -92,22 +92,6 @@ def asked_shapes(strategy: Any) -> Iterator[list[Tensor]]:
         yield found
 
 
-@contextmanager
-def seen_plans() -> Iterator[list[int]]:
-    """How many steps each plan has that is made for as long as this lasts."""
-    found: list[int] = []
-    original = _rebalancing.Rebalancing.begin
-
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        plan = original(*args, **kwargs)
-        if plan is not None:
-            found.append(plan.steps or 0)
-        return plan
-
-    with mock.patch.object(_rebalancing.Rebalancing, "begin", begin):
-        yield found
-
-
 def planned_rows(
     lengths: Sequence[int],
     said: Sequence[int | None] | None = None,
@@ -180,9 +164,9 @@ def counted_gifts(seconds: float = 0.0) -> Iterator[Gifts]:
         yield donated
 
 
-def gifts_of_one_step(nbytes: int) -> AbstractContextManager[Any]:
-    """Within this, this rank gives away as many bytes in a step, and a batch at least."""
-    return mock.patch.object(_rebalancing, "_AT_ONCE", nbytes)
+def gives_at_most(number: int) -> AbstractContextManager[Any]:
+    """Have this rank give away as many batches in one step, whatever their size."""
+    return mock.patch.object(_rebalancing, "max_sent_per_step_of", lambda source: number if source.read(1) else 0)
 
 
 def exchange_threads() -> list[str]:
@@ -411,13 +395,6 @@ def unwritten(join: Any) -> list[Any]:
 def accelerate_loops() -> Any:
     """The loops of all Accelerators that have begun and not ended."""
     return own_loops._loops
-
-
-def searches_for_wrappers() -> AbstractContextManager[mock.Mock]:
-    """Count, inside, how often all objects are gone through for wrappers of models."""
-    from accelerate_join import _compat
-
-    return mock.patch.object(_compat, "_all_wrappers", wraps=_compat._all_wrappers)
 
 
 def end_accelerate_loops() -> None:

@@ -92,16 +92,15 @@ class ShardedModule(Module):
 
 def build_strategy(kind: str, case: Fit, sharded: bool = False, **options: Any) -> Any:
     """Return a strategy that joins; `sharded` is how it saves."""
+    options = {"weighting": case.option, "rebalance": case.rebalance, **options}
     if kind == "fsdp":
         options.setdefault("precision_plugin", Double("32-true"))
         saves: dict[str, Any] = {"state_dict_type": "sharded" if sharded else "full"}
         wraps = ModuleWrapPolicy({nn.Linear})
-        return FSDPJoinStrategy(
-            auto_wrap_policy=wraps, weighting=getattr(case, "option", case.weighting), **saves, **options
-        )
+        return FSDPJoinStrategy(auto_wrap_policy=wraps, **saves, **options)
     sizes = {"data_parallel_size": case.world_size, "tensor_parallel_size": 1}
     saves = {"save_distributed_checkpoint": sharded}
-    return ModelParallelJoinStrategy(**{**sizes, **saves, **options}, weighting=getattr(case, "option", case.weighting))
+    return ModelParallelJoinStrategy(**{**sizes, **saves, **options})
 
 
 def plain(strategy: Any) -> Any:

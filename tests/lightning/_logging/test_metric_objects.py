@@ -1,18 +1,16 @@
 """Metrics of torchmetrics that are logged as objects, by ranks that have a batch in some epochs and steps only."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from tests.support.front_ends.lightning import Fit, Module, build_trainer, fit
+from tests.support.front_ends.lightning import Fit, Module, fit
 from tests.support.run import Batch
 from tests.support.workers import Workers
 
@@ -71,32 +69,3 @@ def test_a_rank_may_log_in_some_epochs_only(workers: Workers, lengths: Any, tmp_
             assert held[epoch]["each_step"] == pytest.approx(expected[-1])
     assert written == pytest.approx(expected)  # by rank 0, also where it had joined
     assert [event.value for event in events.Scalars("each_step")] == pytest.approx(expected)
-
-
-class Endless(IterableDataset[Tensor]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([torch.zeros(1)] * self.length)
-
-
-class Stops(Module):
-    """Raises `StopIteration` out of an evaluation step, on one rank."""
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Endless((1, 5)[self.trainer.global_rank]), batch_size=None)
-
-    def validation_step(self, _: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            next(iter(()))
-
-
-def validate_stopping(rank: int) -> None:
-    build_trainer(Fit((1, 5))).validate(Stops(Fit((1, 5))), verbose=False)
-
-
-def test_a_stop_iteration_in_a_step_is_an_error_on_all_ranks(workers: Workers) -> None:
-    waiting, own = workers.outcomes(2, validate_stopping, deadline=30.0)
-    assert own.error.startswith("JoinError: A step or a hook raised StopIteration"), own
-    assert "PeerFailedError: Rank 1 failed" in waiting.error, waiting

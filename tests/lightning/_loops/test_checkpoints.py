@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch.utils.data import DataLoader
 
 from tests.needs import known
 from tests.support.front_ends.lightning import Fit, Module, assert_exact, assert_same_bits, fit
@@ -73,47 +72,6 @@ def test_files_equal_the_reference_and_resume_exactly(workers: Workers, case: Fi
         assert difference(flatten(resumed[0].optimizer), flatten(whole[0].optimizer)) == 0
         assert difference(resumed[0].buffers, whole[0].buffers) == 0 if resumed[0].buffers else True
         assert resumed[0].lr == whole[0].lr
-
-
-class SavesAtValidation(Module):
-    """Validates on a rank that may have no validation batch, and resumes with what is left of the epoch."""
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        batches = self.case.batches(self.trainer.global_rank, 0) if self.trainer.global_rank == 0 else []
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-    def validation_step(self, *_: Any) -> None:
-        pass
-
-
-# Every third step.
-VALIDATES = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-
-
-@pytest.mark.parametrize("iterable", [False, True])
-@pytest.mark.parametrize("world", [(6,), (2, 6), (6, 0)])
-def test_resuming_from_a_validation_trains_what_was_left(
-    workers: Workers, tmp_path: Path, world: tuple[int, ...], iterable: bool
-) -> None:
-    case = Fit(world, epochs=2, iterable=iterable)
-    options = {**VALIDATES, **saving(tmp_path, save_on_train_epoch_end=False)}
-    whole = workers.run(len(world), fit, case, SavesAtValidation, {}, options)
-    assert sorted(files_in(tmp_path)) == [3, 6, 9, 12]
-    for step, path in files_in(tmp_path).items():
-        resumed = workers.run(len(world), fit, case, SavesAtValidation, {}, VALIDATES, path)
-        epoch, index = divmod(step, 6)
-        # A loader without a state begins anew, as Lightning says. So a rank trains the number that it had left,
-        # or, without a length, everything.
-        if iterable:
-            assert len({result.global_step for result in resumed}) == 1
-        else:
-            for result, everything in zip(resumed, whole, strict=True):
-                assert result.global_step == 12, step
-                assert result.trained == [place for place in everything.trained if place >= (epoch, index)], step
-        if len(world) == 1:
-            options = {**VALIDATES, "strategy": "ddp"}
-            (plain,) = workers.run(1, fit, case, SavesAtValidation, {}, options, path)
-            assert (resumed[0].trained, resumed[0].global_step) == (plain.trained, plain.global_step), step
 
 
 class NotesCallbacks(Module):

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics.aggregation import CatMetric
 
-from tests.lightning._loops.test_validation import Endless
 from tests.support.front_ends.lightning import Fit, Module, build_trainer
 from tests.support.run import Batch
 from tests.support.workers import Workers
@@ -36,6 +35,14 @@ def make_loaders(sizes: Sizes, rank: int, streams: str) -> list[DataLoader[Any]]
 def flatten(batch: Any) -> list[float]:
     parts = batch if isinstance(batch, (list, tuple)) else [batch]
     return [x for part in parts if part is not None for x in part.flatten().tolist()]
+
+
+class Endless(IterableDataset[Tensor]):
+    def __init__(self, data: list[Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
 
 
 class Evaluated(pl.LightningModule):

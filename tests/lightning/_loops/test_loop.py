@@ -50,12 +50,20 @@ class Totals(ProgressBar):
 SHOWN = {"callbacks": [Totals()], "enable_progress_bar": True}
 
 
-@pytest.mark.parametrize("lengths", [(0, 4, 7), ((3, 2), (5, 6), (4, 0))])
-def test_totals_follow_the_longest_rank(workers: Workers, lengths: Any) -> None:
-    case = Fit(lengths)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Fit((0, 4, 7)),
+        Fit(((3, 2), (5, 6), (4, 0))),
+        Fit((0, 7, 3), accumulate=2, rebalance=True),
+        Fit((9, 2), limit=0.5, rebalance=True),
+    ],
+    ids=str,
+)
+def test_totals_follow_the_longest_rank_or_the_plan(workers: Workers, case: Fit) -> None:
     most = [case.length(epoch) for epoch in range(case.epochs)]
     for result in workers.run(case.world_size, fit, case, Module, {}, SHOWN):
-        assert (result.noted, result.batches, result.global_step) == (most, most[-1], sum(most))
+        assert (result.noted, result.batches, result.global_step) == (most, most[-1], case.total_steps())
 
 
 def test_totals_of_streams_are_unknown(workers: Workers) -> None:
@@ -86,13 +94,19 @@ class Lied(Module):
         return DataLoader(Batches(self.case, rank), batch_size=None, sampler=Liar(self.case, rank, self.claims[rank]))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rebalance", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("claims", [(3, 7), (9, 7), (9, 5)])
-def test_a_loader_shorter_than_its_length(workers: Workers, claims: tuple[int, ...], accumulate: int) -> None:
-    case = Fit((3, 5), accumulate=accumulate)
+def test_a_loader_shorter_than_its_length(
+    workers: Workers, claims: tuple[int, ...], accumulate: int, rebalance: bool
+) -> None:
+    case = Fit((3, 5), accumulate=accumulate, rebalance=rebalance)
     results = workers.run(2, fit, case, Lied, {"claims": claims})
     assert_same_bits(results)
-    assert_reference(results[0], case)
+    assert sum(len(result.trained) for result in results) == 3 * (3 + 5)
+    if not rebalance:
+        assert_reference(results[0], case)
     for rank, (claimed, real) in enumerate(zip(claims, (3, 5), strict=True)):
         text = f"dataloader of rank {rank} said it had {claimed} batches and yielded {real}"
         assert (text in results[0].warned) == (claimed != real)

@@ -52,11 +52,13 @@ CASES = [
     Fit((2, 6), optimizer="sgd", accumulate=2, scheduler="step", weighting="active"),
     Fit((6, 0, 3), accumulate=3, weighting="samples", ragged=True, hooked=True),
     Fit((2, 5, 7), optimizer="sgd", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    Fit((0, 3, 8), accumulate=3, weighting="samples", ragged=True, hooked=True, rebalance=True),
+    Fit((2, 8, 0), optimizer="sgd", iterable=True, rebalance=True),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "nothing"), [*[(case, "None") for case in CASES], *zip(CASES, ["leaf", "dictionary"] * 2, strict=True)]
+    ("case", "nothing"), [*[(case, "None") for case in CASES], *zip(CASES, ["leaf", "dictionary"] * 3, strict=True)]
 )
 def test_a_step_without_a_loss_counts_as_zero(workers: Workers, case: Fit, nothing: str) -> None:
     expected = joint_reference(case, losses(case))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.lightning._loops.test_resume import Reader, Reading, build
+from tests.lightning.reading import Reader, Reading, build
 from tests.support.front_ends.lightning import Fit, Result, assert_same_bits, result_of
 from tests.support.run import Batch
 from tests.support.workers import Workers

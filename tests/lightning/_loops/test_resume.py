@@ -3,182 +3,33 @@
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.covering import others_long
-from tests.support.front_ends.lightning import (
-    ANY_CHECKPOINT,
-    Fit,
-    Module,
-    Result,
-    assert_same_bits,
-    build_trainer,
-    result_of,
+from tests.lightning.reading import (
+    Reader,
+    Reading,
+    Sample,
+    Samples,
+    SavesEverywhere,
+    build,
+    fit_from,
+    fit_whole,
+    whole_and_resumed,
 )
-from tests.support.run import loss_of
+from tests.support.front_ends.lightning import ANY_CHECKPOINT, Fit, assert_same_bits, result_of
+from tests.support.run import difference
 from tests.support.workers import Workers
-from torch_join import JoinError
-
-Sample = tuple[Tensor, Tensor, int]
-
-
-class Samples(Dataset[Sample | None]):
-    """A rank's batches, each with its number."""
-
-    def __init__(self, case: Fit, rank: int, gaps: bool = False) -> None:
-        self.case, self.rank, self.gaps = case, rank, gaps
-
-    def __len__(self) -> int:
-        return self.case.lengths_in(0)[self.rank]
-
-    def __getitem__(self, index: int) -> Sample | None:
-        if self.gaps and self.rank == 0 and index == 1:
-            return None
-        return *self.case.batch(self.rank, 0, index), index
-
-
-class Stream(IterableDataset[Sample | None]):
-    """The same without a length, in an order that changes with each pass; `state` says where it is."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-        self.state = {"passes": 0, "index": 0}
-
-    def __iter__(self) -> Iterator[Sample | None]:
-        # The one dictionary is changed in place: a state that is not copied would go on.
-        while self.state["index"] < len(self.samples):
-            self.state["index"] += 1
-            yield self.samples[(self.state["index"] + self.state["passes"]) % len(self.samples)]
-        self.state.update(passes=self.state["passes"] + 1, index=0)
-
-    def state_dict(self) -> dict[str, int]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.state = dict(state)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a case is read."""
-
-    case: Fit
-    early: bool = False  # the data is set up before the checkpoint is loaded
-    stateful: bool = True
-    mode: str | None = None  # how it is combined with a loader that is shorter
-    gaps: bool = False  # rank 0 has a batch that is None, and rank 1 leaves at its second
-    validates: bool = False
-    strategy: str | None = None
-    seeded: bool = True  # it shuffles by a generator of its own
-
-
-class Reader(Module):
-    """Notes the epoch, step and number of every batch that it trains on."""
-
-    def __init__(self, run: Reading) -> None:
-        super().__init__(run.case)
-        self.reads = run
-        self.seen: list[tuple[int, ...]] = []
-
-    def setup(self, stage: str) -> None:
-        if self.reads.early:
-            assert self.trainer.estimated_stepping_batches
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        loader = self.loader(Samples(self.case, rank, self.reads.gaps))
-        if self.reads.mode is None:
-            return loader
-        shorter = Fit([length // 2 for length in self.case.lengths_in(0)], iterable=self.case.iterable)
-        return CombinedLoader([self.loader(Samples(shorter, rank)), loader], self.reads.mode)
-
-    def loader(self, data: Samples) -> DataLoader[Any]:
-        kind = StatefulDataLoader if self.reads.stateful else DataLoader
-        if self.case.iterable:
-            return kind(Stream(data), batch_size=None)
-        # A generator of the sampler's own: from one given to the loader, torchdata draws once less when it resumes.
-        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(data.rank)) if len(data) else None
-        return kind(data, batch_size=None, sampler=sampler)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(range(1 + self.trainer.global_rank)) if self.reads.validates else []
-
-    def validation_step(self, *_: Any) -> None:
-        pass
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.reads.gaps and self.trainer.global_rank == 1 and batch_idx == 1 else None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batches = [batch] if self.reads.mode is None else [each for each in batch if each is not None]
-        self.seen.append((self.trainer.current_epoch, batch_idx, *(int(number) for *_, number in batches)))
-        return sum((loss_of(self.net, each[:2]) for each in batches), torch.zeros(()))
-
-
-class Unseeded(Reader):
-    """Shuffles by torch's own generator, as whoever passes `shuffle=True` does."""
-
-    def loader(self, data: Samples) -> DataLoader[Any]:
-        return DataLoader(data, batch_size=None, shuffle=len(data) > 0)
-
-
-class SavesEverywhere(pl.Callback):
-    """Saves in each step while the batch is trained on, after it, and at the end of epochs and of the fit."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def save(self, trainer: pl.Trainer, name: str) -> None:
-        trainer.save_checkpoint(f"{self.folder}/{name}-{trainer.current_epoch}-{trainer.fit_loop.batch_idx}.ckpt")
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "before")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "after")
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "validated")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "end")
-
-
-def build(run: Reading, **options: Any) -> pl.Trainer:
-    if run.validates:
-        options = {"val_check_interval": 2, "num_sanity_val_steps": 0, **options}
-    return build_trainer(run.case, strategy=run.strategy, **options)
-
-
-def fit_whole(rank: int, run: Reading, folder: str) -> tuple[Result, list[tuple[int, ...]]]:
-    module = (Reader if run.seeded else Unseeded)(run)
-    trainer = build(run, callbacks=[SavesEverywhere(folder)])
-    trainer.fit(module)
-    trainer.save_checkpoint(f"{folder}/fitted.ckpt")
-    return result_of(trainer, module), module.seen
-
-
-def fit_from(run: Reading, path: str) -> tuple[Result, list[tuple[int, ...]]]:
-    module = (Reader if run.seeded else Unseeded)(run)
-    trainer = build(run)
-    trainer.fit(module, ckpt_path=path, **ANY_CHECKPOINT)
-    return result_of(trainer, module), module.seen
-
-
-def whole_and_resumed(rank: int, run: Reading, folder: str, names: list[str]) -> list[Any]:
-    return [fit_whole(rank, run, folder), *(fit_from(run, f"{folder}/{name}.ckpt") for name in names)]
-
+from torch_join import JoinError, UnsupportedError
+from torch_join._schedule.stateful import begin_anew
 
 CASES = [
     Reading(Fit((2, 4), epochs=2, optimizer=optimizer, scheduler="step", iterable=iterable), early)
@@ -199,13 +50,16 @@ CASES += [
     Reading(Fit((6, 4), epochs=2), stateful=False, gaps=True),
     Reading(Fit((2, 4), epochs=2), validates=True),
     Reading(Fit((4, 2), epochs=2, iterable=True), validates=True),
+    Reading(Fit((1, 7), epochs=2, rebalance=True, scheduler="step")),
+    Reading(Fit((6, 2), epochs=2, rebalance=True, weighting="samples", ragged=True), early=True, stateful=False),
+    Reading(Fit((9, 1), epochs=2, rebalance=True, optimizer="sgd"), mode="max_size_cycle"),
 ]
 
 
 @pytest.mark.parametrize("number", others_long(range(len(CASES)), *range(0, len(CASES), 2)))
 def test_what_was_left(workers: Workers, tmp_path: Path, number: int) -> None:
     run = CASES[number]
-    last = max(run.case.lengths_in(0)) - 1 - run.gaps
+    last = run.case.length(0) - 1 - run.gaps
     places = {"before-0-0": (0, 0), "after-0-0": (0, 1), "before-0-2": (0, 2), "after-0-2": (0, 3)}
     places |= {f"after-0-{last}": (1, 0), f"end-0-{last}": (1, 0), "after-1-1": (1, 2)}
     if run.validates:
@@ -216,9 +70,68 @@ def test_what_was_left(workers: Workers, tmp_path: Path, number: int) -> None:
             (whole, everything), (resumed, seen) = of_rank[0], of_rank[number]
             assert seen == [it for it in everything if it[:2] >= place], (name, rank)
             assert_same_bits([whole, resumed])
-            if not run.gaps:
+            if not (run.gaps or run.case.rebalance):
                 assert len(everything) == 2 * run.case.lengths_in(0)[rank]
         assert_same_bits([of_rank[number][0] for of_rank in results])
+
+
+# Whatever is saved before the optimizer's step, the step is made again. In the order in which they come in a step.
+REPEATED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+HOOKS = (*REPEATED, "on_before_optimizer_step", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end")
+
+
+class SavesIn(pl.Callback):
+    """Saves in every hook, from where training goes on as if nothing had been; notes from which step."""
+
+    def __init__(self, folder: str, case: Fit) -> None:
+        self.folder, self.case = folder, case
+        self.places: dict[str, tuple[int, int]] = {}
+        for hook in HOOKS:
+            setattr(self, hook, partial(self.save, hook))
+
+    def save(self, hook: str, trainer: pl.Trainer, *_: Any) -> None:
+        epoch, step = trainer.current_epoch, max(trainer.fit_loop.batch_idx, 0)
+        follows = (epoch, step + 1) if step + 1 < self.case.length(epoch) else (epoch + 1, 0)
+        ends = {"on_train_epoch_start": (epoch, 0), "on_train_batch_end": follows, "on_train_epoch_end": (epoch + 1, 0)}
+        place = ends.get(hook, (epoch, step))
+        if place[1] % self.case.accumulate:
+            return  # gradients are not saved
+        if hook == "on_train_epoch_start" and epoch > 0:
+            return  # Lightning takes the counters for those of an epoch that is over, with one process too
+        name = f"{hook}-{epoch}-{step}"
+        trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
+        self.places[name] = place
+
+
+def saved_in_hooks(rank: int, run: Reading, folder: str) -> Any:
+    module, saves = Reader(run), SavesIn(folder, run.case)
+    trainer = build(run, callbacks=[saves])
+    trainer.fit(module)
+    found = {name: (place, *fit_from(run, f"{folder}/{name}.ckpt")) for name, place in saves.places.items()}
+    return result_of(trainer, module), module.seen, found
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Reading(Fit((0, 4), epochs=2, scheduler="step")),
+        Reading(Fit((5, 0, 2), epochs=2, optimizer="sgd", iterable=True), mode="max_size"),
+        Reading(Fit((1, 8), epochs=2, accumulate=2, rebalance=True, scheduler="step")),
+        Reading(Fit((6, 0, 2), epochs=1, rebalance=True, iterable=True, weighting="samples", ragged=True)),
+    ],
+    ids=lambda run: str(run.case),
+)
+def test_each_hook_may_save(workers: Workers, tmp_path: Path, run: Reading) -> None:
+    results = workers.run(run.case.world_size, saved_in_hooks, run, str(tmp_path), deadline=300.0)
+    assert len(results[0][2]) >= len(HOOKS)
+    for name in results[0][2]:
+        for whole, everything, found in results:
+            place, resumed, seen = found[name]
+            assert seen == [it for it in everything if it[:2] >= place], name
+            # Where DDP has arranged its buckets anew, three ranks' gradients are added up in another order.
+            assert difference(whole.parameters, resumed.parameters) < 1e-12, name
+            assert (whole.lr, whole.global_step, whole.epoch) == (resumed.lr, resumed.global_step, resumed.epoch), name
+        assert_same_bits([found[name][1] for _, _, found in results])
 
 
 def fit_after_the_end(rank: int, run: Reading, longer: Reading, path: str) -> tuple[Any, Any]:
@@ -310,6 +223,69 @@ def test_a_stream_that_has_become_shorter_than_what_was_trained_of_it(workers: W
     path = f"{tmp_path}/after-0-2.ckpt"
     for message in workers.run(2, fit_reading_again, Fit((1, 6), epochs=1), str(tmp_path), path):
         assert "ended before the position at which" in message
+
+
+class EpochStream(IterableDataset[Sample]):
+    """Applies the state that it was given to every iterator of that epoch, as Hugging Face's does (datasets 5.2)."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.epoch, self.index = samples, 0, 0
+        self.given: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        resumes = self.given is not None and self.given["epoch"] == self.epoch
+        self.index = self.given["index"] if resumes and self.given else 0
+        while self.index < len(self.samples):
+            self.index += 1
+            yield self.samples[self.index - 1]  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = dict(state)
+
+
+class Forgets(Reader):
+    """Does not call `set_epoch`."""
+
+    def loader(self, data: Samples) -> DataLoader[Any]:
+        return StatefulDataLoader(EpochStream(data), batch_size=None)
+
+
+def resume_forgetting(rank: int, run: Reading, folder: str, names: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for name in ("", *names):
+        module = Forgets(run)
+        trainer = build(run, callbacks=[] if name else [SavesEverywhere(folder)])
+        try:
+            trainer.fit(module, ckpt_path=f"{folder}/{name}.ckpt" if name else None, **ANY_CHECKPOINT)
+            found.append(module.seen)
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_stream_that_would_repeat_what_it_was_resumed_with_raises(workers: Workers, tmp_path: Path) -> None:
+    names = ["after-0-2", "end-1-5", "after-2-2"]
+    run = Reading(Fit((4, 6), epochs=3))
+    for whole, message, *resumed in workers.run(2, resume_forgetting, run, str(tmp_path), names):
+        assert "The EpochStream of a train dataloader was resumed inside of an epoch" in message
+        assert "Call `set_epoch(epoch)` of the dataset before each epoch (in Lightning in" in message
+        # Where no epoch follows one that is resumed, nothing is repeated.
+        assert resumed == [[it for it in whole if it[0] == 2], [it for it in whole if it[:2] >= (2, 3)]]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+def test_the_state_of_a_stream_in_a_worker_ends_with_its_epoch() -> None:
+    stream = EpochStream(Samples(Fit((2,)), 0))
+    begin_anew([StatefulDataLoader(stream, batch_size=None, num_workers=1)], [0])
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        with pytest.raises(UnsupportedError, match="EpochStream"):
+            begin_anew([StatefulDataLoader(stream, batch_size=None, **options)], [0])
 
 
 def test_another_world(workers: Workers, tmp_path: Path) -> None:

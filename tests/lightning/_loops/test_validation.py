@@ -82,6 +82,14 @@ class Validated(Module):
         (Fit((2, 8), epochs=1, limit=6), {"val_check_interval": 3}, [3, 6]),
         (Fit((2, 8), epochs=1, limit=6, iterable=True), {"val_check_interval": 3}, [3, 6]),
         (Fit((2, 4), epochs=2, limit=6, iterable=True), {}, [4, 8]),
+        (Fit((1, 7), epochs=2, rebalance=True), {"val_check_interval": 0.5}, [2, 4, 6, 8]),
+        (Fit((0, 8, 1), epochs=2, rebalance=True, iterable=True), {"val_check_interval": 2}, [2, 5]),
+        (Fit((0, 8, 1), epochs=2, rebalance=True, iterable=True), {}, [3, 6]),
+        (
+            Fit((1, 6), epochs=2, rebalance=True),
+            {"val_check_interval": 3, "check_val_every_n_epoch": None},
+            [3, 6],
+        ),
     ],
     ids=str,
 )

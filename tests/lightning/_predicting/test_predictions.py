@@ -24,9 +24,9 @@ from lightning_join import (
     read_predictions,
 )
 from lightning_join._predicting.order import is_copy
-from tests.core.test_gather_in_order import assert_same
 from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.many import check_each, seeds
+from tests.support.rows import assert_same
 from tests.support.workers import Workers
 from torch_join import JoinError, UnpaddedDistributedSampler, UnsupportedError
 

@@ -1,22 +1,17 @@
 """Dataloaders that plan an epoch's batches when they are iterated: what they said before is no limit."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.batches import Batches
 from tests.support.front_ends.lightning import (
     Fit,
     Module,
-    Result,
     assert_exact,
-    assert_same_bits,
     build_trainer,
     fit,
 )
@@ -132,44 +127,3 @@ def test_evaluations_and_predictions_go_by_the_new_length(workers: Workers) -> N
         plans = [[*(reversed(each) if rank == 1 else each)] for each in VALIDATED]
         assert seen == plans[:2]
         assert predicted == [[[*range(n)] for n in plan] for plan in plans[2:]]
-
-
-# ---------------------------------------------------------------- resumed in the middle of an epoch
-
-
-class Follows(Planned):
-    """Plans by the epoch that the module is in."""
-
-    def __init__(self, module: Plans, plans: Sequence[int]) -> None:
-        super().__init__(plans, module.is_generator)
-        self.module = module
-
-    def generate(self) -> Iterator[Place]:
-        self.epoch = self.module.current_epoch
-        yield from [(self.epoch, index) for index in range(len(self))]
-
-
-class Resumed(Plans):
-    def loader(self, plans: Sequence[int]) -> Any:
-        data = Batches(self.case, self.trainer.global_rank)
-        return StatefulDataLoader(data, batch_size=None, sampler=Follows(self, plans))
-
-
-def fit_resuming(rank: int, case: Fit, is_generator: bool, folder: str) -> list[Result]:
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    results = []
-    for step in range(-1, 11, 2):
-        options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True} if step < 0 else {}
-        path = None if step < 0 else f"{folder}/step={step}.ckpt"
-        given = {"is_generator": is_generator}
-        results.append(fit(rank, case, Resumed, given, {**options, "limit_val_batches": 0}, path))
-    return results
-
-
-@pytest.mark.parametrize("is_generator", [False, True])
-def test_an_epoch_is_resumed_where_it_was(workers: Workers, is_generator: bool, tmp_path: Path) -> None:
-    # Before the resumed epoch is iterated, each rank says what it had in the first one.
-    case = Fit(((3, 1), (1, 2), (4, 6)))
-    for whole, *resumed in workers.run(2, fit_resuming, case, is_generator, str(tmp_path)):
-        for result in resumed:
-            assert_same_bits([whole, result])

@@ -1,7 +1,6 @@
 """Collectives inside backward in Lightning: SyncBatchNorm, gathers with gradients, losses over all ranks."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
-from tests.core.backward.programs import Program, Ranks
-from tests.core.backward.test_exact import OnlyBackward, assert_exact, loses_hooks
+from tests.core.backward.programs import Program, Ranks, assert_exact, loses_hooks
 from tests.support.front_ends.lightning import Module, build_trainer
 from tests.support.sharded_fits import KINDS as SHARDED
 from tests.support.sharded_fits import build_strategy, on_cpus, whole
@@ -119,36 +117,6 @@ class Manual(Synced):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
-
-
-class Hidden(Synced):
-    """A collective in the midst of backward, of which nothing in forward tells, where one rank alone is left."""
-
-    def on_fit_start(self) -> None:
-        self.net.layers[3].register_forward_hook(self._after_second)
-
-    def _after_second(self, _: Any, __: Any, output: Tensor) -> Tensor:
-        alone = len(self.trainer.strategy.join.active_ranks) == 1  # type: ignore[union-attr]
-        return OnlyBackward.apply(output) if alone else output  # type: ignore[no-any-return,no-untyped-call]
-
-
-HIDDEN = Program((2, 5), options=frozenset({"no norm"}))
-
-
-def test_what_forward_does_not_show_raises_and_names_the_switch(workers: Workers) -> None:
-    joined, active = workers.outcomes(2, fit, HIDDEN, Hidden, timeout=3.0)
-    assert "UnsupportedError: all_reduce in backward" in active.error
-    assert "backward_collectives=True" in active.error
-    assert joined.error
-
-
-def test_with_the_switch_it_is_right(workers: Workers) -> None:
-    assert_exact(HIDDEN, workers.run(2, partial(fit, backward_collectives=True), HIDDEN, Hidden))
-
-
-def test_every_backward_may_go_in_pieces(workers: Workers) -> None:
-    program = Program((2, 5, 0), weighting="samples", options=frozenset({"no norm", "adam"}))
-    assert_exact(program, workers.run(3, partial(fit, backward_collectives=True), program))
 
 
 @pytest.mark.parametrize(("module", "says"), [(Skips, "training_step returned None"), (Manual, "manual optimization")])

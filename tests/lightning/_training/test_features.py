@@ -477,50 +477,6 @@ def test_a_copy_that_no_optimizer_steps_is_not_unfrozen(workers: Workers) -> Non
     assert first == second
 
 
-class Switching(pl.LightningModule):
-    """Trains in every second step; in the others a gradient comes to the batch alone."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lengths, self.net = lengths, nn.Linear(4, 1).double()
-
-    def batches(self, rank: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(rank)
-        return [torch.randn(2, 4, dtype=torch.float64, generator=generator) for _ in range(self.lengths[rank])]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.net.requires_grad_(batch_idx % 2 == 0)
-        return self.net(batch.clone().requires_grad_()).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.batches(self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
-
-
-def fit_switching(rank: int, lengths: tuple[int, ...]) -> list[float]:
-    model = Switching(lengths)
-    build_trainer(Fit(lengths, epochs=2)).fit(model)
-    return model.net.weight.flatten().tolist()
-
-
-@pytest.mark.parametrize("lengths", [(1, 4), (5, 2), (0, 3, 2)])
-def test_what_a_step_freezes_is_frozen_on_joined_ranks(workers: Workers, lengths: tuple[int, ...]) -> None:
-    model = Switching(lengths)
-    optimizer = model.configure_optimizers()
-    batches = [model.batches(rank) for rank in range(len(lengths))]
-    for step in [*range(max(lengths))] * 2:
-        optimizer.zero_grad()
-        for mine in batches:
-            if step < len(mine):
-                (model.training_step(mine[step], step) / len(lengths)).backward()
-        optimizer.step()
-    for found in workers.run(len(lengths), fit_switching, lengths):
-        assert found == pytest.approx(model.net.weight.flatten().tolist(), abs=1e-12)
-
-
 # ---------------------------------------------------------------- the rest
 
 

@@ -9,24 +9,9 @@ from torch.utils.data import DataLoader
 
 from lightning_join import DDPJoinStrategy
 from tests.support.front_ends.lightning import Fit, Module, build_trainer
-from tests.support.joinables import Counter
+from tests.support.joinables import Counter, Logged
 from tests.support.run import Batch
 from tests.support.workers import Workers
-
-
-class Logged(Counter):
-    """Writes down its hooks."""
-
-    def __init__(self, name: str = "", log: list[str] | None = None) -> None:
-        super().__init__()
-        self.name, self.log = name, [] if log is None else log
-
-    def main_hook(self) -> None:
-        self.log.append(f"main {self.name}")
-        super().main_hook()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.log.append(f"post {self.name} {is_last_joiner}")
 
 
 class Counts(Module):

@@ -1,11 +1,9 @@
 """What DDP treats in its own way: its options, hooks, unused and sparse parameters, buffers."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,22 +146,3 @@ def refuse(rank: int) -> str:
 
 def test_what_cannot_be_shadowed_raises(workers: Workers) -> None:
     assert "mixed_precision" in workers.run(2, refuse)[0]
-
-
-def leave_nothing_behind(rank: int) -> list[Any]:
-    model = nn.Linear(2, 1).double()
-    model.weight.register_hook(lambda grad: 2 * grad)
-    ddp = DistributedDataParallel(model)
-    hooks = dict(model.weight._backward_hooks)  # type: ignore[arg-type]
-    shadow = ModelShadow(ddp)
-    inside = []
-    with pytest.raises(KeyError), shadow.step(shadow=True):
-        inside.append(len(model.weight._backward_hooks))  # type: ignore[arg-type]
-        shadow.forward().backward()
-        raise KeyError
-    dist.barrier()
-    return [inside, dict(model.weight._backward_hooks) == hooks, ddp.module is model]  # type: ignore[arg-type]
-
-
-def test_a_shadow_step_leaves_nothing_behind(workers: Workers) -> None:
-    assert workers.run(2, leave_nothing_behind) == [[[0], True, True]] * 2

@@ -63,6 +63,8 @@ CONTRASTS = [
     Fit((1, 4), weighting="samples", ddp={**TINY, "static_graph": True}),
     Fit((2, 6), optimizer="adamw", ddp=TINY),
     Fit((5, 3, 0), optimizer="sgd", weighting="active", accumulate=2, ddp=TINY),
+    Fit((7, 0, 1), optimizer="adamw", ddp=TINY, rebalance=True),
+    Fit((2, 7), weighting="samples", accumulate=2, iterable=True, rebalance=True),
 ]
 
 
