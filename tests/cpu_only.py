@@ -31,7 +31,6 @@ CPU_ONLY: dict[str, tuple[str, ...]] = {
         "tests/core/_control/test_survivors.py::test_a_process_that_has_ended_is_seen_from_a_tail_too",
     ),
     "What is offloaded to the CPU is made and summed there, for which the group has no backend.": (
-        "tests/accelerate/test_sharded_random.py::test_a_few[1]",
         "tests/lightning/test_sharded_random.py::test_a_few[4]",
     ),
     "On a device torch averages weights by other operations, in float32.": (

@@ -4,20 +4,31 @@ import dataclasses
 import importlib
 import logging
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.support.faults import log_of
+from tests.support.drawn import draw
+from tests.support.faults import epochs_of, log_of
 from tests.support.faults import run as run_fault
+from tests.support.front_ends import FRONT_ENDS
+from tests.support.many import note, seeds
 from tests.support.run import TOLERANCE, Run, difference, reference, same_bits
 from tests.support.workers import Workers
 
-FRONT_ENDS = ("plain", "sharded", "lightning", "fabric", "accelerate", "transformers", "deepspeed")
 RUNS = {
     "rank 0 has none": Run((0, 2, 4), epochs=2),
     "rank 0 joins first": Run((1, 4, 2), epochs=2, optimizer="sgd", weighting="samples", ragged=True, accumulate=2),
+    "streams": Run((4, 2, 0), epochs=2, iterable=True, weighting="active", accumulate=2, clip=0.1),
+    "counted": Run((1, 4, 2), epochs=2, weighting="count", ragged=True, scheduler="step"),
+    # The plan is the same where lengths are not certain.
+    "rebalanced": Run((1, 4, 0), epochs=2, optimizer="sgd", rebalance=True),
+}
+# What a front end cannot do, and a part of its error.
+CANNOT = {
+    ("sharded", "rebalanced"): "rebalance",
 }
 
 # Finished ranks run the step themselves.
@@ -31,10 +42,31 @@ def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: s
     module = f"tests.support.front_ends.{front_end}"
     if front_end == "deepspeed":
         pytest.importorskip("deepspeed")
-    ranks: list[Any] = workers.run(3, importlib.import_module(module).parameters, RUNS[name], deadline=90.0)
+    parameters = importlib.import_module(module).parameters
+    if said := CANNOT.get((front_end, name)):
+        assert all(said in outcome.error for outcome in workers.outcomes(3, parameters, RUNS[name]))
+        return
+    ranks: list[Any] = workers.run(3, parameters, RUNS[name], deadline=90.0)
     assert all(same_bits(mine, ranks[0]) for mine in ranks)
     # An engine of DeepSpeed computes in float32.
     assert difference(ranks[0], reference(RUNS[name]).parameters) < (1e-4 if front_end == "deepspeed" else TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@seeds(range(6), 600)
+def test_any_run_is_as_one_process_does_it(workers: Workers, seed: int) -> None:
+    """Many of them: `scripts/test -m long`, from `TORCH_JOIN_SEED` on; `TORCH_JOIN_SOAK_LOG` names a log of them."""
+    front_end, run = draw(seed)
+    module = importlib.import_module(f"tests.support.front_ends.{front_end}")
+    began, ended = time.monotonic(), "failed"
+    try:
+        ranks: list[Any] = workers.run(run.world_size, module.parameters, run, deadline=90.0)
+        assert all(same_bits(mine, ranks[0]) for mine in ranks), f"{front_end}: the ranks of {run} differ"
+        found = difference(ranks[0], reference(run).parameters)
+        assert found < TOLERANCE, f"{front_end}: {run} is {found} off"
+        ended = "right"
+    finally:
+        note(seed, f"{front_end}: {run}", ended, time.monotonic() - began)
 
 
 @pytest.mark.parametrize("iterable", [False, True])
@@ -59,6 +91,7 @@ REFUSED = [
     ("MockGiven", OF_OWN_LOOPS, "A Mock is in the list of joinables"),
     ("MockGiven", ("lightning",), "got Mock"),
     ("OwnRate", ALL, "The ranks' optimizers differ"),
+    ("Miscounts", ALL, "weighting returned nan"),
     ("Raises", ALL, "RuntimeError: out of luck"),
     ("Unfreezes", IN_LOCKSTEP, "were unfrozen in the middle of an epoch"),
 ]
@@ -116,6 +149,11 @@ def test_a_log_says_who_has_finished_and_what_that_has_cost(workers: Workers, fr
     assert workers.run(2, log_of, front_end, logging.WARNING) == [[], []]
     if front_end in IN_LOCKSTEP:  # whose monitors log each epoch
         assert workers.run(2, log_of, front_end, logging.NOTSET, "Monitored") == [[], [_TAIL]]
+
+
+@pytest.mark.parametrize("front_end", ALL)
+def test_a_monitor_counts_the_batches_of_each_epoch(workers: Workers, front_end: str) -> None:
+    assert workers.run(2, epochs_of, front_end) == [[[(1, 2), (3, 0)]] * 2] * 2
 
 
 @pytest.mark.parametrize("front_end", ALL)

@@ -3,8 +3,7 @@
 import pytest
 from torch import Tensor
 
-from tests.core.backward.programs import Program, Ranks
-from tests.core.backward.test_exact import assert_exact
+from tests.core.backward.programs import Program, Ranks, assert_exact
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 

@@ -1,7 +1,6 @@
 """Ordinary scripts that touch the edges of the context."""
 
 import warnings
-from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from tests.accelerate.test_operations import Lines
-from tests.support.front_ends.accelerate import Script, Stream, accelerator_of, dataset, make_loader
+from tests.support.front_ends.accelerate import Lines, Script, Stream, accelerator_of, dataset, make_loader
 from tests.support.run import Run
 from tests.support.workers import Workers
 from torch_join import JoinError
@@ -148,37 +146,6 @@ def test_a_model_that_was_prepared_twice(workers: Workers) -> None:
     assert first == second
 
 
-def as_user_dict(batch: list[Any]) -> UserDict[str, Any]:
-    return UserDict(numbers=torch.stack([n for n, _, _ in batch]), x=torch.stack([x for _, x, _ in batch]))
-
-
-def user_dicts(rank: int) -> int:
-    with accelerator_of(rank) as accelerator:
-        model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(5), 2, collate_fn=as_user_dict))
-        steps = 0
-        with accelerator.join_uneven_inputs(even_batches=False, weighting="samples"):
-            for batch in loader:
-                model(batch["x"]).sum().backward()
-                steps += 1
-        return steps
-
-
-def test_batches_that_are_mappings_count_their_samples(workers: Workers) -> None:
-    assert workers.run(2, user_dicts) == [2, 1]
-
-
-def gather_more(rank: int) -> None:
-    with accelerator_of(rank) as accelerator:
-        accelerator.prepare(Run().build())
-        with accelerator.join_uneven_inputs():
-            accelerator.gather({"a": torch.ones(2)} | ({"b": torch.ones(2)} if rank else {}))
-
-
-def test_a_gather_of_more_tensors(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, gather_more):
-        assert "differ between ranks" in outcome.error
-
-
 def metrics(rank: int, samples: int, skip: int, iterable: bool) -> list[int]:
     config = DataLoaderConfiguration(dispatch_batches=False) if iterable else None
     with accelerator_of(rank, dataloader_config=config) as accelerator:
@@ -224,22 +191,6 @@ def test_repeated_samples_are_cut_off(workers: Workers, samples: int) -> None:
         assert sorted(found) == list(range(samples))
 
 
-def prepare_within(rank: int) -> list[int]:
-    with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(Run().build())
-        seen: list[int] = []
-        with accelerator.join_uneven_inputs(even_batches=False):
-            for numbers, x, _ in accelerator.prepare(DataLoader(dataset(5), 2)):
-                model(x).sum().backward()
-                seen += numbers.tolist()
-        assert accelerator.even_batches
-        return seen
-
-
-def test_loaders_that_are_prepared_within(workers: Workers) -> None:
-    assert workers.run(2, prepare_within) == [[0, 1, 4], [2, 3]]
-
-
 def local_sgd(rank: int) -> None:
     with accelerator_of(rank) as accelerator:
         model, loader = accelerator.prepare(Run().build(), DataLoader(dataset(5), 2))
@@ -254,24 +205,3 @@ def local_sgd(rank: int) -> None:
 
 def test_local_sgd_is_refused(workers: Workers) -> None:
     assert all("LocalSGD averages parameters" in outcome.error for outcome in workers.outcomes(2, local_sgd))
-
-
-def break_then_another(rank: int) -> list[bool]:
-    """A loop over something else after one that was left by `break`."""
-    with accelerator_of(rank, gradient_accumulation_steps=2) as accelerator:
-        model, loader = accelerator.prepare(Run().build(), make_loader(Script(lengths=(2, 7)), rank))
-        ends = []
-        with accelerator.join_uneven_inputs() as join:
-            for step, (_, x, _) in enumerate(loader):
-                model(x).sum().backward()
-                if step == 3:
-                    break
-            for _ in join.batches(range(3)):
-                with accelerator.accumulate(model):
-                    ends.append(accelerator.gradient_state.end_of_dataloader)
-                    accelerator.backward(model(x).sum())
-        return ends
-
-
-def test_what_follows_a_break_is_the_same_on_all_ranks(workers: Workers) -> None:
-    assert workers.run(2, break_then_another) == [[False] * 3] * 2

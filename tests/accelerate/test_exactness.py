@@ -1,12 +1,9 @@
 """Accelerate under the context: the parameters are those that one process would have computed."""
 
-from random import Random
-
 import pytest
 
 from tests.covering import others_long
 from tests.support.front_ends.accelerate import Script, Trained, reference, train
-from tests.support.many import seeds
 from tests.support.run import TOLERANCE, difference, same_bits
 from tests.support.workers import Workers
 
@@ -49,38 +46,6 @@ SCRIPTS = {
     "scaler, epochs": Script(lengths=(1, 4), batch_size=2, scaler=8.0, scheduler="epoch", epochs=8),
     "scaler, sharded": Script(samples=32, scaler=8.0, accumulate=2),
 }
-
-
-def draw(seed: int) -> Script:
-    """Return any combination of what a script may do."""
-    random = Random(seed)
-    world_size = random.choice([2, 3])
-    own = random.random() < 0.6  # shards
-    return Script(
-        processes=world_size,
-        samples=0 if own else random.randrange(1, 45),
-        lengths=[random.randrange(9) for _ in range(world_size - 1)] + [random.randrange(1, 9)] if own else (),
-        batch_size=random.choice([1, 2, 3]),
-        optimizer=random.choice(["sgd", "adamw", "zero"]),
-        weighting=(weighting := random.choice(["world", "active", "samples", "count"])),
-        accumulate=1 if weighting == "count" else random.choice([1, 2, 3]),
-        clip=random.choice([None, 0.05]),
-        scheduler=random.choice([None, "step", "epoch"]),
-        step_scheduler_with_optimizer=random.random() < 0.6,
-        scaler=8.0 if random.random() < 0.2 else 0.0,
-        iterable=own and random.random() < 0.3,
-        even=random.choice([0, 1]),
-        own_function=random.random() < 0.3,
-        may_break=random.random() < 0.2,
-    )
-
-
-@seeds(range(4))
-def test_any_script_is_as_one_process(workers: Workers, seed: int) -> None:
-    """Every other one is rebalanced."""
-    script = draw(seed)
-    rebalances = seed % 2 == 0
-    test_as_one_process(workers, script.but(rebalance=rebalances, may_break=script.may_break and not rebalances))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

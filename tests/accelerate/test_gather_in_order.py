@@ -8,8 +8,8 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_join import JoinError, gather_in_order, join_batches
-from tests.core.test_gather_in_order import assert_same, rows_of
 from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.rows import assert_same, rows_of
 from tests.support.run import Run
 from tests.support.workers import Workers
 

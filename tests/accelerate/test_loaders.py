@@ -184,21 +184,6 @@ def test_several_loaders_in_one_context(workers: Workers) -> None:
         assert sorted(first[epoch][1]) == list(range(1000, 1007))
 
 
-def nest(rank: int) -> None:
-    with accelerator_of(rank) as accelerator:
-        model, train, test = accelerator.prepare(Run().build(), DataLoader(dataset(9), 2), DataLoader(dataset(7), 2))
-        with accelerator.join_uneven_inputs(even_batches=False):
-            for _, x, _ in train:
-                model(x).sum().backward()
-                for _ in test:
-                    pass
-
-
-def test_a_loop_inside_a_loop_raises(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, nest):
-        assert "was started inside another one" in outcome.error
-
-
 class Shrinking(SequentialSampler):
     __module__ = "torch.utils.data.sampler"  # as if it were torch's: trusted
 
@@ -237,25 +222,3 @@ def throw(rank: int) -> int:
 
 def test_early_termination(workers: Workers) -> None:
     assert workers.run(2, throw) == [1, 1]
-
-
-def shards(rank: int, lengths: tuple[int, ...]) -> bool:
-    """Whether what certain_length says is true, for each kind of loader it trusts."""
-    from accelerate_join._loaders import certain_length
-
-    for size in range(1, 14):
-        for drop_last in (False, True):
-            for even_batches in (False, True):
-                shard = BatchSamplerShard(
-                    torch.utils.data.BatchSampler(SequentialSampler(range(size)), 2, drop_last),
-                    len(lengths),
-                    rank,
-                    even_batches=even_batches,
-                )
-                loader = DataLoaderShard(list(range(size)), batch_sampler=shard)
-                assert certain_length(loader) == sum(1 for _ in shard), (size, drop_last, even_batches)
-    return True
-
-
-def test_a_certain_length_is_true(workers: Workers) -> None:
-    assert all(workers.run(3, shards, (1, 1, 1)))

@@ -1,6 +1,5 @@
 """`JoinMonitor` with Accelerate: the numbers of each epoch, in its trackers and on a page."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.report import summary_of
 from tests.support.workers import Workers
 from torch_join import JoinMonitor
-from torch_join.integration import EpochRecord, own_loops
+from torch_join.integration import EpochRecord
 
 LENGTHS = (2, 5, 0)
 Logged = list[tuple[dict[str, float], int | None]]
@@ -80,64 +79,9 @@ def test_the_numbers_of_each_epoch(workers: Workers, tmp_path: Path, how: str) -
     assert summary_of(tmp_path / "report.html") == f"3 ranks, 2 epochs, {2 * sum(batches)} batches"
 
 
-def train_prepared(rank: int, even_samples: int, within: bool) -> list[EpochRecord]:
-    """Train on a loader that Accelerate shards, and evaluate."""
-    monitor = JoinMonitor()
-    with accelerator_of(rank) as accelerator:
-        net = nn.Linear(2, 1)
-        data: Any = DataLoader(torch.ones(2 * even_samples, 2), batch_size=2)  # type: ignore[arg-type]
-        model, _, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
-        for _ in range(2):
-            seen = []
-            if within:
-                with accelerator.join_uneven_inputs(monitor=monitor):
-                    for batch in loader:
-                        accelerator.backward(model(batch).mean())
-                        seen.append(accelerator.gradient_state.end_of_dataloader)
-                    with torch.no_grad():
-                        for batch in loader:
-                            model(batch)
-            else:
-                for batch in accelerator.join_batches(loader, monitor=monitor):
-                    accelerator.backward(model(batch).mean())
-                    seen.append(accelerator.gradient_state.end_of_dataloader)
-            assert not any(seen[:-1])
-            assert seen[-1] == (rank == 0)  # which has the longest part
-    return monitor.epochs
-
-
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_loaders_that_are_prepared(workers: Workers, world_size: int, within: bool) -> None:
-    batches = [5] if world_size == 1 else [3, 2]
-    for epochs in workers.run(world_size, train_prepared, 5, within):
-        assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [batches, batches]
-
-
 @pytest.mark.parametrize("how", ["loop", "left"])
 def test_one_process(workers: Workers, tmp_path: Path, how: str) -> None:
     ((epochs, logged),) = workers.run(1, train, (3,), str(tmp_path), how)
     batches = 2 if how == "left" else 3
     assert [(epoch.batches, epoch.steps_to_save) for epoch in epochs] == [(batches, 0), (batches, 0)]
     assert [step for _, step in logged] == [None, None]
-
-
-def fail_alone(rank: int) -> list[int]:
-    """Return the batches of each epoch that a monitor notes: one is gone through, one left, one ended by an error."""
-    monitor = JoinMonitor()
-    with accelerator_of(rank) as accelerator:
-        net = accelerator.prepare(nn.Linear(2, 1))
-        for ends in ("whole", "left", "error"):
-            with suppress(KeyError):
-                for index, batch in enumerate(accelerator.join_batches([torch.ones(2, 2)] * 3, monitor=monitor)):
-                    accelerator.backward(net(batch).mean())
-                    if index == 1 and ends == "left":
-                        break
-                    if index == 1 and ends == "error":
-                        raise KeyError
-            own_loops.finish(accelerator)
-    return [epoch.batches for epoch in monitor.epochs]
-
-
-def test_in_one_process_an_error_makes_no_epoch(workers: Workers) -> None:
-    assert workers.run(1, fail_alone) == [[3, 2]]

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState, utils
-from accelerate.data_loader import DataLoaderShard
-from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.front_ends.accelerate import Script, Stream, accelerator_of, dataset, make_loader
+from tests.support.front_ends.accelerate import Lines, Script, Stream, accelerator_of, dataset, make_loader
 from tests.support.inside import leader_of
 from tests.support.run import Run
 from tests.support.workers import Workers
@@ -213,28 +211,6 @@ def test_nothing_is_cut_off_after_a_break(workers: Workers, may_break: bool) -> 
     assert workers.run(2, break_off, may_break) == [6, 6]
 
 
-class Lines(GeneralTracker):
-    """Writes a line for each log."""
-
-    name = "lines"
-    requires_logging_directory = False
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    @property
-    def tracker(self) -> Any:
-        return self.path
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        with open(self.path, "a") as file:
-            file.write(f"{step} {values['x']}\n")
-
-
 def log_and_save(rank: int, lengths: tuple[int, ...], folder: str) -> None:
     with accelerator_of(rank, log_with=Lines(f"{folder}/lines")) as accelerator:
         accelerator.init_trackers("project")
@@ -261,27 +237,3 @@ def test_a_main_process_that_has_joined_is_stood_in_for(
     for step in range(longest):
         assert torch.load(tmp_path / f"object-{step}") == {"step": step}
         assert (tmp_path / f"model-{step}" / "model.safetensors").exists()
-
-
-def own_loader(rank: int) -> Any:
-    """A loader that Accelerate has not prepared, a plain `for`, and one that the user has sharded."""
-    totals = []
-    with accelerator_of(rank) as accelerator:
-        model = accelerator.prepare(Run().build())
-        x = torch.ones(2, 4, dtype=torch.float64)
-        with accelerator.join_uneven_inputs() as join:
-            totals.append(sum(int(accelerator.reduce(torch.tensor(1))) for _ in join.batches(range(2 + 2 * rank))))
-            totals.append(0)
-            for _ in DataLoaderShard(list(range(3 - rank))):
-                model(x).sum().backward()
-                totals[-1] += int(accelerator.reduce(torch.tensor(1)))
-        with accelerator.join_uneven_inputs():
-            totals.append(0)
-            for _ in range(1 + 2 * rank):
-                model(x).sum().backward()
-                totals[-1] += int(accelerator.reduce(torch.tensor(1)))
-    return totals
-
-
-def test_loaders_that_were_not_prepared(workers: Workers) -> None:
-    assert workers.run(2, own_loader) == [[4, 5, 2], [6, 4, 4]]

@@ -1,7 +1,6 @@
 """A finished process runs the step itself: what Accelerate gathers, logs and counts is of those with a batch."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,35 +149,3 @@ def test_each_epoch_is_shuffled_anew(workers: Workers, samples: int) -> None:
     for epoch in zip(*ranks, strict=True):
         assert sorted(number for seen in epoch for number in seen) == [*range(samples)]
     assert samples == 2 or len({str(epoch) for epoch in zip(*ranks, strict=True)}) == 3
-
-
-def save_and_resume(rank: int, folder: str, saves_at: int | None, placeholder: str) -> list[float]:
-    """Train two epochs of 1 and 4 batches, and save in the first; or resume from there."""
-    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
-    with accelerator_of(rank, dataloader_config=configuration) as accelerator:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        data: Any = [rows_of(rank, step) for step in range((1, 4)[rank])]
-        loader = DataLoaderShard(data, batch_size=None, use_stateful_dataloader=True)
-        accelerator.register_for_checkpointing(loader)
-        if saves_at is None:
-            accelerator.load_state(folder)
-        for epoch in range(2):
-            batches = accelerator.join_batches(loader, placeholder=placeholder, weighting="active")
-            for step, x in enumerate(batches):
-                accelerator.backward(model(x).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                if (epoch, step) == (0, saves_at):
-                    accelerator.save_state(folder)
-        accelerator.end_training()
-        return [float(value) for each in net.state_dict().values() for value in each.double().flatten()]
-
-
-@pytest.mark.parametrize(("saves_at", "placeholder"), [(0, "rows"), (1, "last"), (2, "rows")])
-def test_a_state_from_the_tail_resumes(workers: Workers, tmp_path: Path, saves_at: int, placeholder: str) -> None:
-    """Process 0, which writes the checkpoint, finishes first; BatchNorm's statistics are in it, too."""
-    pytest.importorskip("torchdata")
-    whole = workers.run(2, save_and_resume, str(tmp_path), saves_at, placeholder)
-    assert workers.run(2, save_and_resume, str(tmp_path), None, placeholder) == whole

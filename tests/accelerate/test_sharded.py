@@ -21,17 +21,14 @@ from tests.support.front_ends.accelerate_sharded import (
     Session,
     Sharded,
     Trained,
-    difference,
+    check,
     possible,
-    reference,
     sharding_accelerator,
     train,
 )
 from tests.support.many import seeds
-from tests.support.run import FEATURES
+from tests.support.run import FEATURES, TOLERANCE
 from tests.support.workers import Workers
-
-TOLERANCE = 1e-10
 
 SCRIPTS: dict[str, Sharded] = {
     # Accelerate shards: the last process has no batch, or one less, or the last batch is short.
@@ -107,16 +104,6 @@ def draw(seed: int) -> Sharded:
         sync_each_batch=random.random() < 0.2,
         evaluates=random.random() < 0.3,
     )
-
-
-def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -> None:
-    for trained in found[1:]:
-        assert trained.weights.keys() == found[0].weights.keys()
-        assert all(torch.equal(value, found[0].weights[name]) for name, value in trained.weights.items())
-        assert trained.same == found[0].same
-    weights, moments = reference(script, [trained.seen for trained in found])
-    assert difference(found[0].weights, weights) < tolerance
-    assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader
 
 
 # Every second one, with the versions in turns, and what there is of one alone.

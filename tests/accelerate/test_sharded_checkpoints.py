@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.accelerate.test_sharded import TOLERANCE, check
 from tests.support.front_ends.accelerate_sharded import (
     Session,
     Sharded,
     Trained,
+    check,
     difference,
     possible,
     reference,
     sharding_accelerator,
 )
+from tests.support.run import TOLERANCE
 from tests.support.workers import Workers
 
 CRASHES = pytest.mark.skip(reason="torch: a full state dict of FSDP 1, offloaded to a CPU from a CPU, is a segfault")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_join.fabric import DDPJoinStrategy
-from tests.core.test_gather_in_order import assert_same, rows_of
 from tests.support.front_ends.fabric import fabric_of, to_the_end
+from tests.support.rows import assert_same, rows_of
 from tests.support.workers import Workers
 from torch_join import JoinError
 

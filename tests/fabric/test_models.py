@@ -136,51 +136,6 @@ def test_ways_to_set_up(workers: Workers, how: str, lengths: tuple[int, ...]) ->
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
-def adversaries(rank: int, lengths: tuple[int, ...], one_process: bool) -> list[Tensor]:
-    """Train two models against each other, each with its optimizer, in turns."""
-    torch.manual_seed(0)
-    makes, judges = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
-    optimizers: list[Any] = [adam(makes), adam(judges)]
-    fabric = None if one_process else fabric_of(len(lengths), DDPJoinStrategy())
-    maker: Any = makes
-    judge: Any = judges
-    if fabric is not None:
-        (maker, optimizers[0]), (judge, optimizers[1]) = (
-            fabric.setup(makes, optimizers[0]),
-            fabric.setup(judges, optimizers[1]),
-        )
-
-    def update(place: int, losses: list[Tensor]) -> None:
-        for loss in losses:
-            (loss / len(lengths)).backward() if fabric is None else fabric.backward(loss)
-        optimizers[place].step()
-        optimizers[0].zero_grad()
-        optimizers[1].zero_grad()
-
-    def step(batches: list[Tensor]) -> None:
-        update(1, [judge(maker(x).detach()).mean() - judge(x).square().mean() for x in batches])
-        update(0, [-judge(maker(x)).tanh().mean() for x in batches])
-
-    if fabric is None:
-        data = [batches_of(lengths, r) for r in range(len(lengths))]
-        for place in range(max(lengths)):
-            step([mine[place] for mine in data if len(mine) > place])
-    else:
-        loader: Any = torch.utils.data.DataLoader(batches_of(lengths, rank), batch_size=None)  # type: ignore[arg-type]
-        for batch in fabric.setup_dataloaders(loader, use_distributed_sampler=False):
-            step([batch])
-        fabric.barrier()
-    return [p.detach() for p in (*makes.parameters(), *judges.parameters())]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_two_models_and_optimizers(workers: Workers, lengths: tuple[int, ...]) -> None:
-    expected = adversaries(0, lengths, one_process=True)
-    for found in workers.run(len(lengths), to_the_end, adversaries, lengths, False):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-
-
 def parallelize(module: Net, mesh: Any) -> Net:
     for part in (module.first, module):
         fully_shard(part, mesh=mesh["data_parallel"])

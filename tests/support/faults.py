@@ -1,6 +1,7 @@
 """What a user may do wrong in a short training: a program for each front end, and a class for each fault."""
 
 import logging
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,10 +38,14 @@ class Fault:
         deals_out: Whether the front end deals out each rank's dataset.
         window: The number of batches between two steps of an optimizer.
         steps: How many batches this rank has trained on.
+        weighting: What a batch counts.
+        monitor: What notes the epochs, where the training is monitored.
     """
 
     deals_out = False
     window = 1
+    weighting: Any = "world"
+    monitor: Any = None
 
     def __init__(self, rank: int) -> None:
         self.rank, self.steps, self.net = rank, 0, network()
@@ -89,6 +94,16 @@ class MonitorOnOne(Fault):
 class Monitored(Fault):
     def monitored(self) -> bool:
         return True
+
+
+class Miscounts(Fault):
+    """Rank 1 counts its second batch wrongly."""
+
+    counted = 0
+
+    def weighting(self, batch: Any) -> float:
+        self.counted += 1
+        return math.nan if (self.rank, self.counted) == (1, 2) else 2.0
 
 
 class Window(Fault):
@@ -159,11 +174,15 @@ def trains(fault: Fault, model: Any, optimizer: Any, batches: Any, backward: Any
     del average
 
 
+def options_of(fault: Fault) -> Any:
+    fault.monitor = JoinMonitor() if fault.monitored() else None
+    return {"weighting": fault.weighting, **({"monitor": fault.monitor} if fault.monitor else {})}
+
+
 def in_join(fault: Fault, wrap: Any) -> None:
     model = wrap(fault.net)
     optimizer = torch.optim.SGD(fault.net.parameters(), 0.1)
-    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
-    with Join([model, optimizer, *fault.given()], **options) as join:
+    with Join([model, optimizer, *fault.given()], **options_of(fault)) as join:
         for _ in range(EPOCHS):
             trains(fault, model, optimizer, join.batches(loader_of(fault)), Tensor.backward, join.state_dict)
 
@@ -182,8 +201,7 @@ def sharded(fault: Fault) -> None:
 def fabric(fault: Fault) -> None:
     from lightning_join.fabric import DDPJoinStrategy
 
-    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
-    it = fabric_of(len(LENGTHS), DDPJoinStrategy(joinables=fault.given(), **options))
+    it = fabric_of(len(LENGTHS), DDPJoinStrategy(joinables=fault.given(), **options_of(fault)))
     model, optimizer = it.setup(fault.net, torch.optim.SGD(fault.net.parameters(), 0.1))
     loader: Any = it.setup_dataloaders(loader_of(fault), use_distributed_sampler=fault.deals_out)
     with tempfile.TemporaryDirectory() as folder:
@@ -193,13 +211,12 @@ def fabric(fault: Fault) -> None:
 
 
 def accelerate(fault: Fault) -> None:
-    options: Any = {"monitor": JoinMonitor()} if fault.monitored() else {}
     with accelerator_of(fault.rank) as accelerator, tempfile.TemporaryDirectory() as folder:
         model, optimizer = accelerator.prepare(fault.net, torch.optim.SGD(fault.net.parameters(), 0.1))
         own: Any = loader_of(fault)
         if fault.deals_out:
             own = accelerator.prepare(own)
-        with accelerator.join_uneven_inputs(fault.given(), **options) as join:
+        with accelerator.join_uneven_inputs(fault.given(), **options_of(fault)) as join:
             for _ in range(EPOCHS):
                 loader = own if fault.deals_out else join.batches(own)
                 trains(fault, model, optimizer, loader, accelerator.backward, partial(accelerator.save_state, folder))
@@ -229,10 +246,11 @@ def lightning(fault: Fault) -> None:
     case = fits.Fit(LENGTHS, epochs=EPOCHS, accumulate=fault.window)
     module = LightningModule(case)
     module.net, module.fault = fault.net, fault
+    fault.monitor = lightning_join.JoinMonitor() if fault.monitored() else None
     trainer = fits.build_trainer(
         case,
-        strategy=lightning_join.DDPJoinStrategy(joinables=fault.given()),
-        callbacks=[lightning_join.JoinMonitor()] if fault.monitored() else [],
+        strategy=lightning_join.DDPJoinStrategy(joinables=fault.given(), weighting=fault.weighting),
+        callbacks=[fault.monitor] if fault.monitor else [],
         use_distributed_sampler=fault.deals_out,
     )
     trainer.fit(module)
@@ -261,6 +279,7 @@ def transformers(fault: Fault) -> None:
 
     optimizer = torch.optim.SGD(fault.net.parameters(), 0.1)
     samples: Any = [{"x": x} for x in torch.cat(batches_of(fault.rank, LENGTHS))]
+    fault.monitor = JoinMonitor() if fault.monitored() else None
     with accelerator_of(fault.rank), tempfile.TemporaryDirectory() as folder:
         Trainer(
             model=Net(),
@@ -268,7 +287,8 @@ def transformers(fault: Fault) -> None:
                 Fit(LENGTHS, EPOCHS, accumulate=fault.window), folder, max_grad_norm=0.0, log_level_replica="passive"
             ),
             train_dataset=samples,
-            callbacks=[JoinMonitor()] if fault.monitored() else [],
+            callbacks=[fault.monitor] if fault.monitor else [],
+            weighting=fault.weighting,
             own_shards=not fault.deals_out,
             optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
         ).train()
@@ -280,9 +300,19 @@ FRONT_ENDS = {each.__name__: each for each in (plain, sharded, fabric, accelerat
 def run(rank: int, front_end: str, name: str) -> list[str]:
     """Do one fault's training; return what this rank was warned of."""
     with warned() as said:
-        program, fault = FRONT_ENDS[front_end], FAULTS[name](rank)
-        to_the_end(rank, _on_rank, program, fault) if front_end == "fabric" else program(fault)
+        _train(front_end, FAULTS[name](rank))
     return said
+
+
+def epochs_of(rank: int, front_end: str) -> list[list[tuple[int, int]]]:
+    """Do a training; return each rank's batches, and its steps without one, in each epoch that a monitor has noted."""
+    _train(front_end, fault := Monitored(rank))
+    return [[(each.batches, each.shadow_steps) for each in epoch.ranks] for epoch in fault.monitor.epochs]
+
+
+def _train(front_end: str, fault: Fault) -> None:
+    program = FRONT_ENDS[front_end]
+    to_the_end(fault.rank, _on_rank, program, fault) if front_end == "fabric" else program(fault)
 
 
 # Whose log shows INFO: for the others what `logging.basicConfig(level=logging.INFO)` sets up.

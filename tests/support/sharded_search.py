@@ -34,14 +34,6 @@ def draw_for_lightning(seed: int) -> Recipe:
     return recipe
 
 
-def draw_for_accelerate(seed: int) -> Recipe:
-    """Return the training of this seed by Accelerate's plugin."""
-    rng = random.Random(f"accelerate {seed}")
-    while impossible(recipe := _for_accelerate(rng)) or not fits_one_process(recipe):
-        pass
-    return recipe
-
-
 def impossible(recipe: Recipe) -> str:
     """Say why torch's own FSDP cannot do this on CPUs, with as many batches on all ranks too; nothing if it can."""
     if recipe.api == "fsdp1":
@@ -73,21 +65,6 @@ def impossible(recipe: Recipe) -> str:
         return "what was prefetched for a module that did not run cannot be saved"
     if of_lightning and shards and recipe.api == "fsdp1" and "mesh" in recipe.options:
         return "shards of replicas that Lightning loads are others than it has saved"
-    if "loop" in recipe.framework:
-        return _impossible_by_accelerate(recipe)
-    return ""
-
-
-def _impossible_by_accelerate(recipe: Recipe) -> str:
-    saves, flat = "saves" in recipe.framework, recipe.api == "fsdp1"
-    if recipe.split > 1 and (saves or flat):
-        return "it saves one optimizer of a model, and torch gathers no state of two that share a flat parameter"
-    if flat and recipe.model in STRAYS:
-        return "of parameters that have not been used yet there is no state to gather"
-    if flat and saves and recipe.world_size == 4:
-        return "a rank without a shard of its own loads no state of an optimizer"
-    if saves and recipe.scaler:
-        return "it loads no state into a scaler that has scaled"
     return ""
 
 
@@ -200,49 +177,6 @@ def _for_lightning(rng: random.Random) -> Recipe:
         options = {name: value for name, value in recipe.options.items() if name != "offload"}
         recipe = recipe.but(model="of even width", clip=0.0, options={**options, "tensor": 2})
     return recipe.but(framework=framework)
-
-
-def _for_accelerate(rng: random.Random) -> Recipe:
-    recipe = _in_framework(rng)
-    options = {name: value for name, value in recipe.options.items() if value != 2}
-    if recipe.api == "fsdp1" and options.pop("mesh", None):  # Accelerate gives it none
-        options["strategy"] = "SHARD_GRAD_OP"
-    if recipe.api == "fsdp1" and options.get("prefetch", "") is None:
-        options["prefetch"] = "BACKWARD_PRE"
-    framework = {
-        "loop": rng.choice(["context", "each epoch", "function", "join_batches"]),
-        "scheduler": rng.choice(["with optimizer", "by itself"]),
-        "policy": not recipe.model.startswith(("checkpointed", "partly used")) and rng.random() < 0.15,
-    }
-    scaled = rng.random() < 0.15
-    no_sync = recipe.accumulate > 1 and rng.random() < 0.7
-    # Of parameters that have not been used yet torch writes no state, and asks for one to load.
-    if rng.random() < 0.4 and recipe.model not in (*STRAYS, "partly used"):
-        framework["saves"] = rng.randrange(EPOCHS), rng.randrange(max(recipe.lengths))
-    clips = recipe.optimizer in ("sgd", "plain", "nesterov") if recipe.api == "fsdp1" else True
-    cut = recipe.accumulate > 1 and not recipe.stops and rng.random() < 0.2
-    if cut and recipe.scheduler == "epoch":
-        framework["scheduler"] = "by itself"  # the other one does not step where the optimizer has not
-    splits = recipe.groups == 1 and options.get("original", True)
-    # What changes after a `break`, and before the others' loop is over, raises.
-    if recipe.scheduler == "epoch" and recipe.stops:
-        recipe = recipe.but(stops=0)
-    recipe = recipe.but(
-        options=options,
-        framework=framework,
-        no_sync=no_sync,
-        rest="goes on" if cut else "steps",
-        # Adagrad's state is made with it, for parameters that are not sharded yet.
-        optimizer="adamw" if recipe.optimizer == "adagrad" else recipe.optimizer,
-        clip=0.3 if clips and rng.random() < 0.25 else 0.0,
-        scaler=64.0 if scaled else 0.0,
-        loss=recipe.loss + (", two backwards" if rng.random() < 0.15 else ""),
-        may_break=rng.random() < 0.25,
-        # Accelerate updates the scaler after each optimizer's step, so that the next one's is not unscaled any more.
-        split=2 if splits and not scaled and rng.random() < 0.2 else 1,
-        evaluation=rng.choice(["same with", "another with"]) if recipe.evaluation else "",
-    )
-    return recipe.but(dtype=FULL) if recipe.clip and recipe.api == "fsdp1" else recipe
 
 
 def _loss(rng: random.Random, doubled: float = 0.0) -> str:

@@ -18,7 +18,7 @@ def test_public_names() -> None:
 
 def test_transformers_is_imported_by_nobody_else() -> None:
     code = "import accelerate_join, sys; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_trainers_loop() -> None:

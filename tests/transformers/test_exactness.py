@@ -1,7 +1,5 @@
 """`JoinTrainer`: the parameters are those that a plain `Trainer` in one process computes on the unions."""
 
-from random import Random
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from tests.support.front_ends.transformers import (
     reference,
     train,
 )
-from tests.support.many import seeds
 from tests.support.run import TOLERANCE
 from tests.support.workers import Workers
 
@@ -56,45 +53,6 @@ FITS = {
     "one batch": Fit((0, 1), epochs=3),
     "even": Fit((3, 3), accumulate=2),
 }
-
-
-def draw(seed: int) -> Fit:
-    """Return any combination of what a fit may have."""
-    random = Random(seed)
-    world_size = random.choice([2, 3])
-    own = random.random() < 0.7
-    counts = random.random() < 0.5
-    stream = own and random.random() < 0.3
-    arguments = {
-        "optim": random.choice(["adamw_torch", "sgd"]),
-        "max_grad_norm": random.choice([0.0, 0.05, 1.0]),
-        "lr_scheduler_type": random.choice(["linear", "cosine", "constant_with_warmup"]),
-        "label_smoothing_factor": random.choice([0.0, 0.0, SMOOTHING]) if counts else 0.0,
-        "logging_steps": random.choice([1, 3]),
-        "weight_decay": random.choice([0.0, 0.1]),
-    }
-    if stream or random.random() < 0.2:
-        arguments["max_steps"] = random.randrange(1, 9)
-    return Fit(
-        # Of a stream shorter than a window Trainer never makes a step, nor comes to an end. The last rank may have one
-        # batch less, if that is one sample.
-        lengths=(*(random.randrange(8) for _ in range(world_size - 1)), random.randrange(3, 8) + stream) if own else (),
-        samples=0 if own else random.randrange(1, 30),
-        processes=world_size,
-        batch_size=random.choice([1, 2, 3]),
-        epochs=random.choice([1, 2, 3]),
-        accumulate=random.choice([1, 2, 3]),
-        weighting=random.choice(["world", count_labels] if counts else ["world", "active", "samples", count_labels]),
-        counts=counts,
-        iterable=stream,
-        rebalance=random.random() < 0.3,
-        extra=arguments,
-    )
-
-
-@seeds(range(2))
-def test_any_fit_is_as_one_process(workers: Workers, seed: int) -> None:
-    check_as_one_process(workers, draw(seed))
 
 
 SOME = (

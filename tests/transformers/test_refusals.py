@@ -131,25 +131,6 @@ def test_what_a_step_does_with_others_is_mirrored(workers: Workers) -> None:
     assert [steps for steps, *_ in found] == [[4, 4], [4, 4, 1, 1, 1]]
 
 
-def test_the_monitor_counts_donated_batches(workers: Workers) -> None:
-    for _, (epochs,), _ in workers.run(2, run, JoinTrainer, Fit((2, 6), epochs=2), {"rebalance": True}, JoinMonitor()):
-        for epoch in epochs:
-            exchanged = [(rank.batches, rank.given, rank.received) for rank in epoch.ranks]
-            assert exchanged == [(4, 0, 2), (4, 2, 0)]
-            assert epoch.steps_saved == 2
-            assert epoch.donated_bytes == epochs[0].donated_bytes > 0
-
-
-def run_monitored(rank: int, lengths: tuple[int, ...]) -> Any:
-    """Run with a monitor on the first rank alone."""
-    return run(rank, JoinTrainer, Fit(lengths, epochs=1), {}, JoinMonitor() if rank == 0 else None)
-
-
-def test_a_monitor_on_one_rank(workers: Workers) -> None:
-    for outcome in workers.outcomes(2, run_monitored, (2, 2)):
-        assert "among the callbacks of rank 0, but not of rank 1" in outcome.error
-
-
 def test_the_monitor(workers: Workers, tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "report.html")
     found = workers.run(2, run, JoinTrainer, Fit((2, 5), epochs=2), {}, monitor)

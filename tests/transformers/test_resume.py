@@ -218,17 +218,21 @@ def test_more_data_amid_an_epoch_is_refused_with_a_remedy(workers: Workers, tmp_
         assert "Or resume from a checkpoint of an epoch's end, or with ignore_data_skip=True." in outcome.error
 
 
-def resume_without_data(rank: int, folder: str) -> None:
+def resume_without_data(rank: int, folder: str) -> list[int]:
     """Go on once without a place in the data, which then is of no epoch that the trainer counts."""
+    steps = []
     for job, options in enumerate([{}, {"ignore_data_skip": True}, {}]):
         Path(folder, str(job)).write_text(f"{7 * job + 7} 0")
-        train(rank, Chain((2, 2, 2), (), 20), job, folder, job > 0, save_strategy="steps", save_steps=7, **options)
+        chain = Chain((2, 2, 2), (), 20)
+        seen, _ = train(rank, chain, job, folder, job > 0, save_strategy="steps", save_steps=7, **options)
+        steps.append(len(seen))
         dist.barrier()
+    return steps
 
 
 @newer
 def test_the_same_number_of_ranks_counts_as_trainer_does(workers: Workers, tmp_path: Path) -> None:
-    workers.run(2, resume_without_data, str(tmp_path))  # makes 15 steps each time, less those before
+    assert workers.run(2, resume_without_data, str(tmp_path)) == [[15, 15 - 7, 15 - 14]] * 2
 
 
 @newer

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -126,6 +127,28 @@ def plain(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return [plain(value) for value in state]
     return state.tolist() if isinstance(state, Tensor) else state
+
+
+class Lines(GeneralTracker):
+    """Writes a line for each log."""
+
+    name = "lines"
+    requires_logging_directory = False
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    @property
+    def tracker(self) -> Any:
+        return self.path
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{step} {values['x']}\n")
 
 
 @contextmanager

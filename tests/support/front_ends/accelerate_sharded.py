@@ -23,7 +23,7 @@ from tests.emulator import place
 from tests.needs import has, known
 from tests.support.front_ends import accelerate
 from tests.support.front_ends.accelerate import Script, Trained, accelerator_of
-from tests.support.run import CLASSES, FEATURES
+from tests.support.run import CLASSES, FEATURES, TOLERANCE
 
 
 class First(nn.Linear):
@@ -196,3 +196,13 @@ def reference(script: Sharded, seen: list[accelerate.Seen]) -> tuple[dict[str, T
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -> None:
+    for trained in found[1:]:
+        assert trained.weights.keys() == found[0].weights.keys()
+        assert all(torch.equal(value, found[0].weights[name]) for name, value in trained.weights.items())
+        assert trained.same == found[0].same
+    weights, moments = reference(script, [trained.seen for trained in found])
+    assert difference(found[0].weights, weights) < tolerance
+    assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader
