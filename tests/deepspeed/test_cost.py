@@ -7,7 +7,7 @@ import pytest
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fabric.test_cost import Calls
+from tests.support.calls import Calls
 from tests.support.front_ends.deepspeed import TIMEOUT, Net, Recipe, deepspeed_of, engine_of
 from tests.support.workers import Workers
 from torch_join import Join

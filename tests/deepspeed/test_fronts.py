@@ -1,21 +1,11 @@
 """Engines in Lightning, Fabric and Accelerate against one process on the union of the batches."""
 
-from typing import Any
-
 import pytest
 
-from tests.deepspeed.fronts import all_of
+from tests.deepspeed.fronts import EXPECTED, all_of
 from tests.support.front_ends.deepspeed import Recipe, check, reference
 from tests.support.workers import Workers
 
-# Lightning divides a loss by the window, and the engine does so again, on even inputs too; and what is left of an
-# epoch's last window is lost in some stages. With the end of its loop Accelerate ends a window, and it steps a
-# scheduler once for each process.
-EXPECTED: dict[str, dict[str, Any]] = {
-    "lightning": {"divides": 2},
-    "fabric": {},
-    "accelerate": {"ends_windows": True, "scheduled_times": 2},
-}
 CASES = {
     "lightning 0": ("lightning", Recipe((4, 1), stage=0, clip=0.05)),
     "lightning 1": (

@@ -2,8 +2,7 @@
 
 import random
 
-from tests.deepspeed.fronts import accelerate, fabric, lightning
-from tests.deepspeed.test_fronts import EXPECTED
+from tests.deepspeed.fronts import EXPECTED, accelerate, fabric, lightning
 from tests.support.front_ends.deepspeed import Recipe, Trained, check, reference, train
 from tests.support.many import check_each, seeds
 from tests.support.workers import Workers

@@ -1,6 +1,7 @@
 """What snippets of the pages find: names that a reader has already, on ranks with one and with three batches."""
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from tests.docs.snippets import Program, fill
 from tests.support import inside
 from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.workers import Workers
 
 Names = dict[str, Any]
 FEATURES, CLASSES, SIZE = 4, 3, 2
@@ -517,3 +521,20 @@ def run(rank: int, page: str, code: str, kind: str, folder: str) -> None:
             exec(compile(code, page, "exec"), names)
     finally:
         os.chdir(before)
+
+
+def check_program(workers: Workers, program: Program, folder: Path) -> None:
+    """Run a program, and look how it ends."""
+    if (package := program.said("needs")) and importlib.util.find_spec(package) is None:
+        pytest.skip(f"no {package} here")
+    code = program.code
+    if template := program.said("in"):
+        code = fill(TEMPLATES[template], code)
+    kind = program.said("given") or kind_of(program.snippets[0].page)
+    if kind == "transformers":
+        pytest.importorskip("transformers")
+    outcomes = workers.outcomes(2, run, program.name, code, kind, str(folder))
+    if error := program.said("raises"):
+        assert all(error in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    else:
+        assert not any(outcome.error for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)

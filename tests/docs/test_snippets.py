@@ -1,37 +1,19 @@
 """Each snippet of Python in the pages runs, on two ranks, of which the first runs out of batches first."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.docs.given import KINDS, TEMPLATES, kind_of, run
+from tests.docs.given import KINDS, TEMPLATES, check_program, run
 from tests.docs.snippets import Program, fill, pages, programs_of, snippets_of
 from tests.support.workers import Workers
 
 PROGRAMS = [program for page in pages() for program in programs_of(page)]
 
 
-def run_program(workers: Workers, program: Program, folder: Path) -> None:
-    """Run a program, and look how it ends."""
-    if (package := program.said("needs")) and importlib.util.find_spec(package) is None:
-        pytest.skip(f"no {package} here")
-    code = program.code
-    if template := program.said("in"):
-        code = fill(TEMPLATES[template], code)
-    kind = program.said("given") or kind_of(program.snippets[0].page)
-    if kind == "transformers":
-        pytest.importorskip("transformers")
-    outcomes = workers.outcomes(2, run, program.name, code, kind, str(folder))
-    if error := program.said("raises"):
-        assert all(error in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
-    else:
-        assert not any(outcome.error for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_it_runs(workers: Workers, program: Program, tmp_path: Path) -> None:
-    run_program(workers, program, tmp_path)
+    check_program(workers, program, tmp_path)
 
 
 def test_comments_say_what_there_is() -> None:

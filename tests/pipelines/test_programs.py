@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.covering import others_long
-from tests.repository.test_examples import DIFFERENCE, run
+from tests.support.commands import DIFFERENCE, run
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 

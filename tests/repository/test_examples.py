@@ -5,27 +5,19 @@ import importlib
 import io
 import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 
 from tests.covering import others_long
 from tests.needs import has
+from tests.support.commands import DIFFERENCE, ROOT, run
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.workers import Workers
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
-
 # What each command's output must hold; a group is a number that must be next to zero.
-DIFFERENCE = r"Largest difference of a parameter from one process on the same schedule: (\S+)"
 COMMANDS = {
     "-m torch.distributed.run --standalone --nproc-per-node=2 examples/quickstart.py": (
         r"the largest difference from one process is (\S+)"
@@ -109,33 +101,3 @@ def test_transformers_runs_on_ranks_that_there_are(workers: Workers, capsys: pyt
 
 def call_with_its_rank(rank: int, module: str, name: str, args: tuple[Any, ...]) -> None:
     call(rank, module, name, (rank, *args))
-
-
-def run(command: str) -> str:
-    """Run Python with these arguments and return what it prints; it and all that it starts end by the deadline.
-
-    What has not ended then prints its stack.
-    """
-    process = subprocess.Popen(
-        [sys.executable, *command.split()],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        parent = psutil.Process(process.pid)
-        everyone = [*parent.children(recursive=True), parent]
-        for number in (signal.SIGABRT, signal.SIGKILL):
-            for each in everyone:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
-            psutil.wait_procs(everyone, timeout=5)
-        output, _ = process.communicate()
-        pytest.fail(f"{command} did not end within {DEADLINE:.0f} s:\n{output}")
-    assert process.returncode == 0, output
-    return output

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import plots
 from benchmarks.exactness import PROGRAMS, TOLERANCE
-from tests.repository.test_examples import run
 from tests.support import inside
+from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MIGRATING = ROOT / "docs" / "migrating.md"
