@@ -7,7 +7,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_join import JoinError, gather_in_order, join_batches
+from accelerate_join import gather_in_order, join_batches
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.rows import assert_same, rows_of
 from tests.support.run import Run
@@ -74,38 +74,3 @@ def gather_shards(rank: int) -> Any:
 def test_shards(workers: Workers) -> None:
     for found in workers.run(3, gather_shards):
         assert_same(found, rows_of([0, 1, 2, 200, 201, 202, 203]))
-
-
-def refuse(rank: int) -> tuple[list[str], Any]:
-    said = []
-    with accelerator_of(rank) as accelerator:
-        loader = accelerator.prepare(DataLoader(numbers(0, 3), batch_size=2))
-        rows = [rows_of([rank])] * rank
-        for order in (None, "dataset"):
-            with pytest.raises(ValueError, match="rank 1 cannot be joined") as error:
-                gather_in_order(accelerator, rows, order=order)
-            said.append(str(error.value))
-        in_order = gather_in_order(accelerator, rows, order="shards")
-        assert len(loader) == 1
-        return said, in_order
-
-
-def test_without_indices_of_a_dataset_that_is_dealt_out(workers: Workers) -> None:
-    for said, rows in workers.run(2, refuse):
-        assert all("Have the dataset return the index" in text and "order='shards'" in text for text in said)
-        assert_same(rows, rows_of([1]))
-
-
-def gather_in_a_step(rank: int) -> None:
-    with accelerator_of(rank) as accelerator:
-        loader = accelerator.prepare(DataLoader(numbers(0, 6), batch_size=2))
-        with accelerator.join_uneven_inputs([torch.optim.SGD([torch.ones(1)], 0.1)]):
-            for step, (index,) in enumerate(loader):
-                if step == 1:
-                    gather_in_order(accelerator, index)
-
-
-def test_in_a_step_that_some_do_not_have(workers: Workers) -> None:
-    first, second = workers.outcomes(2, gather_in_a_step)
-    assert f"{JoinError.__name__}: gather_in_order was called in a step for which rank 1 had no batch" in first.error
-    assert "PeerFailedError" in second.error

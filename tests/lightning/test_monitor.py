@@ -179,19 +179,3 @@ def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPat
     with pytest.raises(JoinValueError, match=r"pip install 'torch-join\[plot\]'"):
         JoinMonitor("timeline.png")
     JoinMonitor()
-
-
-def test_gifts_and_what_they_save_are_counted(workers: Workers) -> None:
-    case = Fit((9, 1), epochs=2, rebalance=True)
-    (epochs, _), _ = (
-        result.noted for result in workers.run(2, fit, case, Monitored, {}, {"callbacks": [JoinMonitor()]})
-    )
-    size = sum(tensor.nbytes for tensor in case.batch(0, 0, 0))
-    for record in epochs:
-        assert [rank.owned for rank in record.ranks] == [9, 1]
-        assert [(rank.batches, rank.given, rank.received) for rank in record.ranks] == [(5, 4, 0), (5, 0, 4)]
-        assert record.ranks[0].given_bytes == 4 * size
-        assert record.steps_saved == 4
-        assert record.saving == 0
-        assert record.metrics()["join/donated"] == 4
-        assert "4 of them given away (0.0 MB), which saved 4 steps, in" in str(record)

@@ -3,7 +3,6 @@
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -29,7 +28,6 @@ from tests.support.front_ends.lightning import (
 )
 from tests.support.joinables import Logged
 from tests.support.run import Batch
-from tests.support.sharded_fits import KINDS, ShardedModule, build_sharded, on_cpus
 from tests.support.workers import Workers
 from torch_join import UnsupportedError
 
@@ -118,24 +116,6 @@ def test_joinables_are_configured_and_their_post_hooks_run(workers: Workers) -> 
     assert log == ["post alone True"] * 2
 
 
-class ShardedCounts(ShardedModule):
-    def configure_joinables(self) -> list[Logged]:
-        self.counter = Logged("alone")
-        return [self.counter]
-
-
-def fit_sharded_alone(rank: int, kind: str) -> list[str]:
-    module = ShardedCounts(Fit((2,), epochs=2))
-    with on_cpus():
-        build_sharded(kind, module.case).fit(module)
-    return module.counter.log
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_so_it_is_where_the_model_is_sharded(workers: Workers, kind: str) -> None:
-    assert workers.run(1, fit_sharded_alone, kind) == [["post alone True"] * 2]
-
-
 class Validated(Module):
     def validation_step(self, *_: Any) -> None:
         pass
@@ -167,18 +147,6 @@ def test_a_checkpoint_of_several_ranks(workers: Workers, tmp_path: Path) -> None
     assert end[0] == [(1, 0), (1, 1), (1, 2)]
     assert "the states of its dataloaders are left out" in end[1]
     assert evaluated[0] == []
-
-
-def set_up(rank: int) -> dict[str, Any]:
-    strategy = DDPJoinStrategy()
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
-    trainer.strategy.setup_environment()
-    assert not strategy.joined
-    return strategy.distributed_sampler_kwargs
-
-
-def test_an_environment_without_a_module(workers: Workers) -> None:
-    assert workers.run(2, set_up) == [{"num_replicas": 2, "rank": rank} for rank in range(2)]
 
 
 # ---------------------------------------------------------------- several processes
@@ -257,20 +225,6 @@ def test_an_error_before_the_module_is_attached_is_lightnings_own(tmp_path: Path
     )
     with pytest.raises(MisconfigurationException, match="datamodule"):
         trainer.fit(Module(Fit((1,))), train_dataloaders=[0], datamodule=pl.LightningDataModule())
-
-
-def count_lightnings_wraps(rank: int, world_size: int, enable: bool) -> int:
-    case = Fit((2, 2)[:world_size])
-    with mock.patch.object(DDPStrategy, "_setup_model", autospec=True, side_effect=DDPStrategy._setup_model) as wrap:
-        build_trainer(case, strategy=DDPJoinStrategy(enable=enable)).fit(Module(case))
-    return int(wrap.call_count)
-
-
-@pytest.mark.parametrize(("world_size", "enable", "wraps"), [(1, True, 1), (2, False, 1), (2, True, 0)])
-def test_where_nothing_joins_lightning_wraps_the_model(
-    workers: Workers, world_size: int, enable: bool, wraps: int
-) -> None:
-    assert workers.run(world_size, count_lightnings_wraps, world_size, enable) == [wraps] * world_size
 
 
 # ---------------------------------------------------------------- without a trainer

@@ -143,41 +143,6 @@ def test_validation_of_every_kind_of_loader(workers: Workers) -> None:
                     assert found[loader][f"mean_epoch{suffix}"] == pytest.approx(sum(values) / len(values))
 
 
-# ---------------------------------------------------------------- predict
-
-
-def predict(rank: int, world_size: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for samples in (7, 2, 1, 0):
-        trainer = build_trainer(Fit((1,) * world_size), use_distributed_sampler=True)
-        dataset: Any = [number(0, 0, k) for k in range(samples)]
-        found = trainer.predict(Evaluated(), DataLoader(dataset, batch_size=2), return_predictions=True)
-        results[f"{samples} samples"] = found
-    for streams in ("dd", "ss"):
-        trainer = build_trainer(Fit((1,) * world_size))
-        results[streams] = trainer.predict(Evaluated(), make_loaders(TWO, rank, streams), return_predictions=True)
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_predictions(workers: Workers, world_size: int) -> None:
-    results = workers.run(world_size, predict, world_size)
-    for samples in (7, 2, 1, 0):
-        found = [result[f"{samples} samples"] for result in results]
-        if samples == 0:
-            assert found == [None] * world_size
-            continue
-        for rank, batches in enumerate(found):
-            rows = [row for batch, _ in batches for row in batch]
-            assert rows == [float(number(0, 0, k)) for k in range(rank, samples, world_size)]
-            for step, (_, gathered) in enumerate(batches):
-                assert gathered == [other[step][0][0] for other in found if step < len(other)]
-    for streams in ("dd", "ss"):
-        for rank, result in enumerate(results):
-            for loader, batches in enumerate(result[streams]):
-                assert [b for b, _ in batches] == [[float(number(loader, rank, k))] for k in range(TWO[loader][rank])]
-
-
 # ---------------------------------------------------------------- what cannot work
 
 

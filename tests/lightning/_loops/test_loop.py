@@ -338,29 +338,6 @@ def test_fit_validate_and_fit_again(workers: Workers) -> None:
     assert_exact(case, workers.run(2, fit_twice, case))
 
 
-class Watchful(Module):
-    """Notes the batches that its hooks get."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.noted.append(batch is not None and "loss" in outputs)
-
-
-def fit_again_with_an_empty_rank(rank: int) -> list[bool]:
-    module = Watchful(Fit((4, 4)))
-    trainer = build_trainer(module.case, max_steps=2)
-    trainer.fit(module)
-    module.case = Fit((0, 3))
-    trainer.fit_loop.epoch_loop.max_steps = 5
-    trainer.fit(module)
-    return module.noted  # type: ignore[no-any-return]
-
-
-def test_hooks_get_a_batch_in_a_second_fit_too(workers: Workers) -> None:
-    for got in workers.run(2, fit_again_with_an_empty_rank):
-        assert len(got) == 5
-        assert all(got)
-
-
 class Short(Validated):
     def val_dataloader(self) -> DataLoader[Batch]:
         return DataLoader([self.case.batch(0, 0, 0)], batch_size=None)  # type: ignore[arg-type]

@@ -13,17 +13,14 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_join import (
     JoinCallback,
     JoinPredictionWriter,
-    ModelParallelJoinStrategy,
     gather_predictions,
     read_predictions,
 )
-from lightning_join._predicting.order import is_copy
 from tests.support.front_ends.lightning import Fit, build_trainer
 from tests.support.many import check_each, seeds
 from tests.support.rows import assert_same
@@ -437,25 +434,6 @@ def test_a_writer_that_fails_leaves_nothing(workers: Workers, rows: str, text: s
     assert text in outcomes[1].error
     assert "PeerFailedError" in outcomes[0].error or text in outcomes[0].error
     assert [*(tmp_path / "new").iterdir()] == []
-
-
-# ---------------------------------------------------------------- tensor parallelism
-
-
-class Teams:
-    """A strategy in which two ranks have the same batches."""
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-
-
-def count_copies(rank: int) -> list[bool]:
-    return [is_copy(Teams()), is_copy(ModelParallelJoinStrategy()), is_copy(DDPStrategy())]
-
-
-def test_of_ranks_with_the_same_batches_the_first_counts(workers: Workers) -> None:
-    assert workers.run(4, count_copies) == [[False] * 3, [True, False, False]] * 2
 
 
 # ---------------------------------------------------------------- memory

@@ -1,6 +1,5 @@
 """Callbacks and trainer options on uneven loaders, against Lightning on one process with all ranks' batches."""
 
-import copy
 import inspect
 import os
 import time
@@ -448,33 +447,6 @@ def test_what_is_unfrozen_otherwise_raises(workers: Workers, hook: str, ranks: t
     for outcome in workers.outcomes(2, fit_unfreezing, hook, ranks):
         assert outcome.error.startswith(("UnsupportedError", "PeerFailedError"))
         assert message in outcome.error
-
-
-class Copying(Fine):
-    """Keeps an average of itself, which could be trained, and which no optimizer steps."""
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self.average = copy.deepcopy(self.backbone)
-
-    def on_train_end(self) -> None:
-        assert self.first() is self.trainer.model, "it was wrapped anew"
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for mine, p in zip(self.average.parameters(), self.backbone.parameters(), strict=True):
-                mine.lerp_(p, 0.5)
-
-
-def fit_with_a_copy(rank: int) -> list[float]:
-    trainer, model = build(Fit((2, 3)), lambda _: ([], {}), "", Copying)
-    trainer.fit(model)
-    return [p.double().sum().item() for p in model.parameters()]
-
-
-def test_a_copy_that_no_optimizer_steps_is_not_unfrozen(workers: Workers) -> None:
-    first, second = workers.run(2, fit_with_a_copy)
-    assert first == second
 
 
 # ---------------------------------------------------------------- the rest

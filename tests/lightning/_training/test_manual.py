@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -410,17 +409,6 @@ def test_what_cannot_be_repeated_raises_on_all_ranks(workers: Workers, program: 
     joined, active = workers.outcomes(2, fit, Fit((2, 4), epochs=1, ddp=UNUSED), partial(Misused, program=program))
     assert text in active.error, active.trace
     assert text in joined.error or "PeerFailedError: Rank 1 failed" in joined.error, joined.trace
-
-
-def fit_as_before_2_6(rank: int, case: Fit) -> None:
-    with mock.patch.object(_compat, "AVERAGES_FIRST_OF_STATIC_GRAPH", False):
-        fit_manual(rank, case, "window", None)
-
-
-def test_a_static_graph_of_which_lightning_averages_nothing_first(workers: Workers) -> None:
-    text = "UnsupportedError: Manual optimizes manually, and under static_graph=True"
-    for outcome in workers.outcomes(2, fit_as_before_2_6, CASES["window-static"][1]):
-        assert text in outcome.error, outcome.trace
 
 
 # ---------------------------------------------------------------- a loss that does not lead to the model
