@@ -129,9 +129,9 @@ def misuse(rank: int, kind: str) -> None:
     ("kind", "text"),
     [
         ("prepared inside", "Prepare all models before"),
-        ("trigger", "trigger_sync_in_backward makes a model sync"),
-        ("twice", "was given to two nested Joins"),
-        ("counted windows", "A weighting by a function, with gradient_accumulation_steps > 1"),
+        ("trigger", "trigger_sync_in_backward synchronizes a model"),
+        ("twice", "was passed to two nested Joins"),
+        ("counted windows", "A weighting function cannot be used with gradient_accumulation_steps > 1"),
         ("wrapped twice", "is wrapped by 2 DistributedDataParallel models"),
     ],
 )

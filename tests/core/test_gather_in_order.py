@@ -1,6 +1,6 @@
 """The rows of all ranks, in order: as one process has them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.core.shards import batched, shards
 from tests.support.rows import assert_same, rows_of
 from tests.support.small import network
 from tests.support.workers import Workers
@@ -16,21 +17,6 @@ from torch_join import Join
 from torch_join.gather_in_order import gather_in_order
 
 Lengths = tuple[int, ...]
-
-
-def shards(kind: str, samples: int, ranks: int) -> list[list[int]]:
-    """Which samples each rank has."""
-    data: Any = range(samples)
-    if kind == "padded":
-        return [[*DistributedSampler(data, ranks, rank)] for rank in range(ranks)]
-    if kind == "unpadded":
-        return [[*UnpaddedDistributedSampler(data, ranks, rank, seed=3)] for rank in range(ranks)]
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).tolist()
-    return [[], *(order[rank :: ranks - 1] for rank in range(ranks - 1))]  # the first rank has nothing
-
-
-def batched(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [indices[first : first + size] for first in range(0, len(indices), size)]
 
 
 def gather(rank: int, kind: str, samples: int, ranks: int, to: int | None, size: int, by_rank: bool) -> Any:

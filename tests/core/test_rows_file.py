@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.test_gather_in_order import batched, shards
+from tests.core.shards import batched, shards
 from tests.support.rows import assert_same, rows_of
 from tests.support.workers import Workers
 from torch_join import JoinError, JoinValueError

@@ -128,7 +128,7 @@ def assert_all_raise(outcomes: list[Outcome], *texts: str) -> None:
             assert text in outcome.error, outcome.trace or outcome.error
 
 
-COUNTED = "UnsupportedError: A weighting by a function, with accumulate_grad_batches > 1"
+COUNTED = "UnsupportedError: A weighting function cannot be used with accumulate_grad_batches > 1"
 SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
     "iterator": (Iterates, Fit((2, 3)), {}, ("UnsupportedError", "`dataloader_iter`", "Take `batch` instead")),
     "windows": (Module, Fit((2, 3), weighting="count", accumulate=2), {}, (COUNTED,)),

@@ -344,7 +344,7 @@ def test_a_checkpoint_of_a_fit_without(workers: Workers, tmp_path: Path, statefu
 def test_a_checkpoint_for_a_fit_without(workers: Workers, tmp_path: Path, stateful: bool) -> None:
     run = Reading(Fit((1, 7), epochs=1, rebalance=True), stateful=stateful)
     for _, found in workers.run(2, resume_otherwise, run, str(tmp_path), timeout=5.0):
-        assert all("in which batches were rebalanced" in found[str(step)] for step in range(3))
+        assert all("with rebalanced batches" in found[str(step)] for step in range(3))
         assert found["3"] == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("core", "device", "doctor", "emulator", "hosts", "soak", "states", "support")
+FOLDERS = ("",)
 EXPECTS = re.compile(r"raises|warns|check.*|assert_.*|refused.*|_?exact.*")  # functions that do, by their names
 
 

@@ -69,3 +69,85 @@ class Logged(Counter):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.log.append(f"post {self.name} {is_last_joiner}")
+
+
+LOG: list[str] = []
+
+
+class AllReducer(Joinable):
+    """All-reduces a one each step, in `times` pieces."""
+
+    def __init__(self, name: str = "a", times: int = 1, group: Any = None, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.name, self.times, self.group = name, times, group or dist.group.WORLD
+        self.options: dict[str, Any] = {}
+        self.last: list[bool] = []
+        self.hooks = 0
+
+    def __call__(self) -> float:
+        Join.notify_join_context(self)
+        total = 0.0
+        for _ in range(self.times):
+            one = torch.ones(1)
+            dist.all_reduce(one, group=self.group)
+            total = float(one)
+        return total
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.options = kwargs
+        return AllReducerHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return place()
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+
+class AllReducerHook(JoinHook):
+    def __init__(self, reducer: AllReducer) -> None:
+        self.reducer = reducer
+
+    def main_hook(self) -> None:
+        self.reducer.hooks += 1
+        if self.reducer.breaks:
+            raise MINE
+        LOG.append(self.reducer.name)
+        for _ in range(self.reducer.times):
+            dist.all_reduce(torch.zeros(1), group=self.reducer.group)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.reducer.last.append(is_last_joiner)
+
+
+def state_of(model: DistributedDataParallel) -> list[Any]:
+    return [
+        dict(model._forward_pre_hooks),
+        dict(model.module._forward_pre_hooks),
+        model._join_config,
+        model.module,
+        set(vars(model)),
+    ]
+
+
+class MineError(Exception):
+    """A user's."""
+
+
+MINE = MineError("mine", 3)
+
+
+def step_too_often(rank: int, backwards: int, steps: int) -> None:
+    connect()
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([JoinableModel(model), JoinableOptimizer(optimizer)]):
+        for _ in range(2 * min(rank, 1)):
+            loss = model(torch.ones(1, 1)).sum()
+            for _ in range(backwards):
+                loss.backward(retain_graph=True)
+            for _ in range(steps):
+                optimizer.step()

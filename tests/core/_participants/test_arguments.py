@@ -200,8 +200,8 @@ def misuse(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("model", "given as a list, not as one DistributedDataParallel"),
-        ("loader", "Leave it out, and loop over it in the context: `for batch in loader`"),
+        ("model", "the joinables as a list, not as one DistributedDataParallel"),
+        ("loader", "Leave the loader out and iterate over it in the context: `for batch in loader`"),
         ("misspelt", "There is no argument 'may_brake'. Did you mean 'may_break'?"),
         ("unknown", "There is no argument 'colour'"),
         ("seconds", "timeout=timedelta(seconds=5)"),

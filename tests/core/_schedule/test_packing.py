@@ -268,7 +268,7 @@ def test_like_batches_have_the_same_skeleton() -> None:
     assert pack(numbers(2))[0] != pack(numbers(2, dtype=torch.int32))[0]
 
 
-# ---------------------------------------------------------------- what cannot be given away
+# ---------------------------------------------------------------- what cannot be sent to another rank
 
 
 class Unpicklable:

@@ -24,6 +24,7 @@ from tests.needs import has
 from tests.support.front_ends import plain
 from tests.support.front_ends.plain import Loop
 from tests.support.run import TOLERANCE, Batch, difference, reference, same_bits
+from torch_join import Join
 
 WIDTH, ROWS = 6, 3  # rows of each rank, in a contrastive loss
 NORMS = ("linear", "norm", "relu", "block", "linear")
@@ -336,3 +337,71 @@ def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = 
 
 def loses_hooks(program: Program) -> bool:
     return "checkpoint" in program.options and not has("hooks that a checkpoint's second run leaves")
+
+
+UNUSED = (("find_unused_parameters", True),)
+
+
+STATIC = (("static_graph", True),)
+
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]] = {
+    "norms": ((), ()),
+    "norms, Adam": (("adam",), ()),
+    "norms, checkpoint": (("checkpoint",), ()),
+    "norms, accumulation": (("accumulates",), ()),
+    "norms, evaluation in between": (("evaluates",), ()),
+    "norms in a group of their own": (("group",), ()),
+    "norms, unused parameters": (("unused",), UNUSED),
+    "norms, unused parameters, accumulation": (("unused", "accumulates"), UNUSED),
+    "norms, static graph": ((), STATIC),
+    "norms, bucket views": ((), (("gradient_as_bucket_view", True),)),
+    "norms, one bucket": ((), (("bucket_cap_mb", 25),)),
+    "norms, communication hook": (("hook",), ()),
+    "norms, buffers of each rank's own": ((), (("broadcast_buffers", False),)),
+    "norms, streams": (("stream",), ()),
+    "norms, heartbeat": (("may_break",), ()),
+    "norms, frozen parameters": (("frozen",), ()),
+    "norms, scaler": (("scaler",), ()),
+    "norms, two models summed": (("summed",), ()),
+    "norms, two models chained": (("chained",), ()),
+    "mean over ranks, gradient penalty": (("no norm", "mean", "penalty"), ()),
+    "contrastive loss, compiled": (("no norm", "contrast", "compiled"), (("bucket_cap_mb", 25),)),
+    "contrastive loss by a functional collective": (("no norm", "contrast", "functional"), ()),
+    "contrastive loss": (("no norm", "contrast"), ()),
+    "contrastive loss by our gather": (("no norm", "contrast", "ours"), ()),
+    "mean over ranks": (("no norm", "mean"), ()),
+    "all of it": (("mean", "contrast", "checkpoint", "accumulates"), ()),
+}
+
+
+class Reentrant(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(2, 2).double(), SyncNorm(2).double()
+        self.last = nn.Linear(2, 2).double() if last else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.norm, self.first(x), use_reentrant=True))  # type: ignore[no-any-return]
+
+
+def train_reentrant(rank: int, last: bool) -> None:
+    model = DistributedDataParallel(Reentrant(last), bucket_cap_mb=1e-5)
+    with Join([model]) as join:
+        for step in join.batches(range(1 + 3 * rank)):
+            model(torch.rand(3, 2, dtype=torch.float64) + step).square().sum().backward()
+
+
+class Sum(torch.autograd.Function):
+    """Passes on, and sums gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.backward.programs import Program, assert_exact, loses_hooks, train
-from tests.core.backward.synced import SyncNorm
+from tests.core.backward.programs import KINDS, Program, assert_exact, loses_hooks, train, train_reentrant
 from tests.support.run import difference, reference
 from tests.support.workers import Workers
 from torch_join import Join

@@ -273,8 +273,8 @@ def test_a_stream_that_would_repeat_what_it_was_resumed_with_raises(workers: Wor
     names = ["after-0-2", "end-1-5", "after-2-2"]
     run = Reading(Fit((4, 6), epochs=3))
     for whole, message, *resumed in workers.run(2, resume_forgetting, run, str(tmp_path), names):
-        assert "The EpochStream of a train dataloader was resumed inside of an epoch" in message
-        assert "Call `set_epoch(epoch)` of the dataset before each epoch (in Lightning in" in message
+        assert "The EpochStream of a train dataloader was resumed in the middle of an epoch" in message
+        assert "Call the dataset's `set_epoch(epoch)` before each epoch (in Lightning, in" in message
         # Where no epoch follows one that is resumed, nothing is repeated.
         assert resumed == [[it for it in whole if it[0] == 2], [it for it in whole if it[:2] >= (2, 3)]]
 
