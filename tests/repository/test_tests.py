@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("",)
 EXPECTS = re.compile(r"raises|warns|check.*|assert_.*|refused.*|_?exact.*")  # functions that do, by their names
-
-
-def files(folders: tuple[str, ...]) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted((TESTS / folder).rglob("*.py"))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -61,12 +55,12 @@ def helpers(node: ast.AST, found: dict[str, ast.AST]) -> list[ast.AST]:
 
 
 def test_no_file_imports_from_a_test_file() -> None:
-    found = {str(path): names for path in files(FOLDERS) if (names := of_test_files(path.read_text()))}
+    found = {str(path): names for path in sorted(TESTS.rglob("*.py")) if (names := of_test_files(path.read_text()))}
     assert found == {}
 
 
 def test_each_test_expects_something() -> None:
-    tests = [path for path in files(FOLDERS) if path.name.startswith("test_")]
+    tests = [path for path in sorted(TESTS.rglob("*.py")) if path.name.startswith("test_")]
     assert len(tests) > 80
     assert {str(path): names for path in tests if (names := without_an_assertion(path.read_text()))} == {}
 
