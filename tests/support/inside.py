@@ -296,6 +296,12 @@ def tree_over(links: Any) -> Tree:
     return tree
 
 
+def awake_longer(factor: int) -> AbstractContextManager[Any]:
+    """Within this, whoever waits keeps its core awake for so many times as long."""
+    awake, briefly = factor * _tree._AWAKE_SECONDS, factor * _tree._BRIEFLY
+    return mock.patch.multiple(_tree, _AWAKE_SECONDS=awake, _BRIEFLY=briefly)
+
+
 def without_epoll() -> AbstractContextManager[Any]:
     """Within this, connections are made as on a system that has no epoll."""
     return mock.patch.object(_tree, "has_epoll", return_value=False)

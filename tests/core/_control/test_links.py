@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.inside import (
     MOST_BYTES,
     Layout,
     Links,
+    awake_longer,
     channel_of,
     is_linked,
     links_of,
@@ -607,3 +609,27 @@ def notice_late(rank: int, late: int) -> str:
 def test_who_notices_late_that_a_link_broke_takes_nobody_for_killed(crowd: Workers, late: int) -> None:
     for rank, text in enumerate(crowd.run(3, notice_late, late)):
         assert text.startswith(f"Rank {rank} cannot go on: the link between ranks 0 and 1 broke"), text
+
+
+def wait_for_each_other(rank: int, cores: int) -> list[int]:
+    with mock.patch.object(os, "cpu_count", return_value=cores):
+        channel = open_channel(dist.new_group())
+    assert is_linked(channel)
+    counts = []
+    for meet in (channel.gather, lambda _: channel.append(0, True) if rank == 0 else channel.follow()):
+        with mock.patch.object(os, "sched_yield") as yields, awake_longer(50):
+            if rank == 0:
+                time.sleep(0.3)
+            meet(None)
+        counts.append(yields.call_count)
+    channel.close(meets=True)
+    return counts
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_a_core_stays_awake_for_a_record_where_each_rank_has_one(crowd: Workers, cores: int) -> None:
+    """Others wait for its answer; in a meeting it waits for others, for which it is awake a twentieth of that."""
+    _, *others = crowd.run(3, wait_for_each_other, cores)
+    for meeting, record in others:
+        assert 4 * meeting <= record  # others may have the core meanwhile
+        assert (record > 0) == (meeting > 0) == (cores == 3)
