@@ -26,10 +26,6 @@ RUNS = {
     # The plan is the same where lengths are not certain.
     "rebalanced": Run((1, 4, 0), epochs=2, optimizer="sgd", rebalance=True),
 }
-# What a front end cannot do, and a part of its error.
-CANNOT = {
-    ("sharded", "rebalanced"): "rebalance",
-}
 
 # Finished ranks run the step themselves.
 PLACEHOLDERS = Run((1, 4, 0), epochs=2, optimizer="sgd", weighting="samples", ragged=True, clip=0.1, placeholder="last")
@@ -43,9 +39,6 @@ def test_it_trains_as_one_process_does(workers: Workers, front_end: str, name: s
     if front_end == "deepspeed":
         pytest.importorskip("deepspeed")
     parameters = importlib.import_module(module).parameters
-    if said := CANNOT.get((front_end, name)):
-        assert all(said in outcome.error for outcome in workers.outcomes(3, parameters, RUNS[name]))
-        return
     ranks: list[Any] = workers.run(3, parameters, RUNS[name], deadline=90.0)
     assert all(same_bits(mine, ranks[0]) for mine in ranks)
     # An engine of DeepSpeed computes in float32.

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param("ddp_join_spawn", marks=pytest.mark.long),
         pytest.param("ddp_join_fork", marks=pytest.mark.long),
         pytest.param("ddp_join_notebook_find_unused_parameters_false", marks=pytest.mark.long),
-        "ddp_spawn",  # with a JoinCallback
+        pytest.param("ddp_spawn", marks=pytest.mark.long),  # with a JoinCallback
         pytest.param("fsdp_join_spawn", marks=pytest.mark.long),  # and the weights come back whole
         "fsdp_join_fork",
     ],

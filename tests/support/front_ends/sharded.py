@@ -208,8 +208,9 @@ class Training(run.Training):
         self.optimizers = [optimizer]
 
     def joined(self) -> Join:
-        options: dict[str, Any] = {"weighting": self.recipe.weighting, "may_break": self.recipe.may_break}
-        return Join([self.model, *self.given], timeout=LIMIT, **options)
+        recipe = self.recipe
+        options: dict[str, Any] = {"may_break": recipe.may_break, "rebalance": recipe.rebalance}
+        return Join([self.model, *self.given], weighting=recipe.option, timeout=LIMIT, **options)
 
     def run_epochs(self) -> Trained:
         recipe = self.recipe
