@@ -3,44 +3,34 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.attributes import setting
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.step_driver import StepDriver
-from torch_join._participants._deepspeed.events import EngineEvents
-from torch_join._participants.participant import Driver, Participant
+from torch_join._participants._deepspeed.events import EngineParticipant
 
 
-class LockstepEngineParticipant(Participant):
+class LockstepEngineParticipant(EngineParticipant):
     """A `DeepSpeedEngine` whose steps all ranks run.
 
     Attributes:
-        events: The engine's events, which it announces and follows.
         before_epilogue: Called at the end of autograd's part of a backward, before the part that all ranks run.
     """
 
-    kinds: ClassVar[dict[str, Any]] = EngineEvents.kinds
-
-    def __init__(self, driver: Driver, index: int, engine: Any) -> None:
-        super().__init__(driver, index)
-        self.events = EngineEvents(self, engine)
-        self.before_epilogue: Callable[[], None] | None = None
+    before_epilogue: Callable[[], None] | None = None
 
     def enter(self) -> None:
-        self.events.watch()
-        self.events.replace(self.events.engine, "_backward_epilogue", self._epilogue)
+        super().enter()
+        self.override(self.engine, "_backward_epilogue", self._epilogue)
 
     def _epilogue(self, original: Callable[[], None]) -> None:
-        self.events.say_present()
+        self.say_present()
         if self.before_epilogue is not None:
             self.before_epilogue()
         original()
-
-    def mirror(self, kind: str, payload: Any) -> None:
-        self.events.mirror(kind, payload)
 
 
 class EngineLockstepJoin(Lockstep):
@@ -56,7 +46,7 @@ class EngineLockstepJoin(Lockstep):
 
     Raises:
         JoinTypeError: See `Lockstep`.
-        UnsupportedError: See `EngineEvents`.
+        UnsupportedError: See `EngineParticipant`.
     """
 
     _model: LockstepEngineParticipant
@@ -74,7 +64,7 @@ class EngineLockstepJoin(Lockstep):
         return self._engine
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        with self._model.events.leaving_out(self.counts_nothing):
+        with self._model.leaving_out(self.counts_nothing):
             backward()
         return True
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Clears:
                 self._cleared = [*self._optimizer.parameters()]
             return zero_grad(*args, **kwargs)
 
-        return update_wrapper(Hook(call, copied=zero_grad), zero_grad)
+        return Hook(call, copied=zero_grad)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache
+from functools import cache, update_wrapper
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ class Hook:
 
     Args:
         call: The function to call.
-        copied: The replacement in copies; a method of the object becomes the copy's own.
+        copied: The replacement in copies; a method of the object becomes the copy's own. Marks on it stay visible.
     """
 
     def __init__(self, call: Callable[..., Any], copied: Callable[..., Any] = _nothing) -> None:
+        update_wrapper(self, copied)  # LR schedulers leave a mark on `step`
         self._call = call
         self._copied = copied
         self._untraced = _untraced()

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from torch_join._base.attributes import replace, setting
 from torch_join._base.membership import MeetingPoint, Membership
 from torch_join._compat import ddp as _compat
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover import objects as _objects
 from torch_join._participants.clears import Clears
+from torch_join._participants.hook import Hook
 
 
 class Announcer(Protocol):
@@ -261,6 +264,7 @@ class Participant:
         is_model: Whether it belongs to a model, and is a `LoopModel`.
         in_pieces: Whether backwards must be announced piece by piece if they have other collectives.
         model_parallel_groups: The global ranks, by team, that compute each batch together.
+        is_inside: Whether this rank runs an announced call.
     """
 
     kinds: ClassVar[dict[str, Any]] = {}
@@ -268,6 +272,7 @@ class Participant:
     is_model: ClassVar[bool] = False
     in_pieces: ClassVar[bool] = False
     model_parallel_groups: Sequence[Sequence[int]] = ()
+    is_inside = False
 
     def __init__(self, driver: Driver, index: int) -> None:
         self.driver = driver
@@ -287,6 +292,50 @@ class Participant:
         """Remove all that was installed."""
         while self._undo:
             self._undo.pop()()
+
+    def override(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Call `call` in place of an object's method, with that as its first argument, until `exit`."""
+        own = getattr(owner, name)
+        self._undo.append(replace(owner, **{name: Hook(partial(call, own), copied=own)}))
+
+    def is_quiet(self) -> bool:
+        """Whether this rank's calls need no announcement; the ranks meet for that."""
+        return self.members.serves or self.is_inside or not self.tail_log.meet()
+
+    def inside(self, run: Callable[[], Any]) -> Any:
+        """Run a call that joined ranks make too: its collectives, and calls in it, need no announcement."""
+        with setting(self, is_inside=True), self.tail_log.own_collectives():
+            return run()
+
+    def announce_calls(
+        self,
+        owner: Any,
+        name: str,
+        kind: str,
+        payload: Callable[..., Any] = lambda *_: None,
+        hold: bool = False,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Announce the calls of an object's method, which joined ranks make as well, in `mirror`.
+
+        Args:
+            owner: The object.
+            name: The method.
+            kind: The kind of action.
+            payload: Makes the payload of a call's arguments; `NotImplemented` for a call of this rank alone.
+            hold: Whether they may not communicate until the next announcement.
+            after: Called after an announced one.
+        """
+
+        def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.is_quiet() or (said := payload(*args, **kwargs)) is NotImplemented:
+                return own(*args, **kwargs)
+            self.announce(kind, said, hold)
+            result = self.inside(partial(own, *args, **kwargs))
+            after()
+            return result
+
+        self.override(owner, name, call)
 
     def announce(self, kind: str, payload: Any = None, hold: bool = False) -> None:
         """Announce the next action to the joined ranks, if there are any; see `Announcer.announce`."""

@@ -114,7 +114,7 @@ class RayParticipant(Participant):
     def enter(self) -> None:
         worker = _compat.train_worker()
         for name in _compat.WAITS_FOR_ALL:
-            self._undo.append(replace(worker, **{name: partial(self._call, name, getattr(worker, name))}))
+            self.override(worker, name, partial(self._call, name))
 
     def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tail_log.meet():

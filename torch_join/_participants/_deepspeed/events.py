@@ -23,30 +23,30 @@ Seen in DeepSpeed 0.19.8.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from torch_join._base.attributes import replace, setting
+from torch_join._base.attributes import setting
 from torch_join._base.weighting import finite
 from torch_join._compat import deepspeed as _compat
 from torch_join._control.codec import foreign
 from torch_join._participants._gradients.watch import leaving_out
-from torch_join._participants.participant import Participant
+from torch_join._participants.participant import Driver, Participant
 
 
-class EngineEvents:
-    """The events of a `DeepSpeedEngine`, which a participant announces and follows.
+class EngineParticipant(Participant):
+    """A `DeepSpeedEngine`, whose events are announced and followed.
 
     Args:
-        participant: The participant.
+        driver: See `Participant`.
+        index: See `Participant`.
         engine: The engine.
 
     Attributes:
         parameters: All parameters, in the same order on all ranks.
-        is_inside: Whether this rank runs an event that joined ranks know of.
 
     Raises:
         UnsupportedError: The engine uses a feature in which no joined rank could take part.
@@ -63,9 +63,11 @@ class EngineEvents:
         "present": list[int],
     }
 
-    def __init__(self, participant: Participant, engine: Any) -> None:
+    tail_log: Any  # of a loop: a `TailLog`
+
+    def __init__(self, driver: Driver, index: int, engine: Any) -> None:
+        super().__init__(driver, index)
         _compat.check_engine(engine)
-        self._participant: Any = participant
         self.engine = engine
         self.stage = int(engine.zero_optimization_stage())
         self._counts_nothing = False
@@ -74,7 +76,6 @@ class EngineEvents:
         self._modules: list[nn.Module] = list(engine.module.modules())
         self._places = {id(module): place for place, module in enumerate(self._modules)}
         self._groups: dict[int, int] = {}
-        self.is_inside = False
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +83,7 @@ class EngineEvents:
         device: torch.device = self.parameters[0].device
         return device
 
-    def watch(self) -> None:
-        """Announce from now on, until the participant exits."""
+    def enter(self) -> None:
         engine, optimizer = self.engine, self.engine.optimizer
         if self.stage == 3:
             offload = _compat.offload_of(engine)
@@ -97,14 +97,14 @@ class EngineEvents:
             if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else the engine only evaluates
                 name = "reduce_ready_partitions_and_remove_grads"
                 self.announce_calls(optimizer, name, "gradient", self._number, hold=True)
-                self.replace(optimizer, name, self._taking)
+                self.override(optimizer, name, self._taking)
                 self._tell_before(optimizer, _compat.REDUCE_BUCKET_3)
         elif self.stage:
             self._groups = _compat.groups_of(engine)
             self.announce_calls(
                 optimizer, "process_gradients", "gradient", lambda parameter, _: self._number(parameter), hold=True
             )
-            self.replace(optimizer, "process_gradients", self._taking)
+            self.override(optimizer, "process_gradients", self._taking)
             self._tell_before(optimizer, "reduce_ipg_grads")
         if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
             self.announce_calls(optimizer, "clear_backward_seen_flag", "forward", hold=True)
@@ -113,36 +113,17 @@ class EngineEvents:
     # ------------------------------------------------------------ on an active rank
 
     def is_quiet(self) -> bool:
-        """Whether this rank's actions need no announcement."""
-        return self._participant.members.serves or self.is_inside or self._participant.tail_log.is_quiet()
-
-    def announce_calls(
-        self, owner: Any, name: str, kind: str, payload: Callable[..., Any] = lambda *_: None, hold: bool = False
-    ) -> None:
-        """Announce a function's calls; `hold` those that may not communicate until the next announcement."""
-
-        def saying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self.is_quiet():
-                return original(*args, **kwargs)
-            self._participant.announce(kind, payload(*args, **kwargs), hold)
-            return self.inside(partial(original, *args, **kwargs))
-
-        self.replace(owner, name, saying)
+        return self.members.serves or self.is_inside or self.tail_log.is_quiet()
 
     def _tell_before(self, owner: Any, name: str) -> None:
         """Send held announcements before a function's collectives, and not before they are complete."""
 
         def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._participant.members.announces:
-                self._participant.tail_log.tell()
+            if self.members.announces:
+                self.tail_log.tell()
             return original(*args, **kwargs)
 
-        self.replace(owner, name, telling)
-
-    def inside(self, run: Callable[[], Any]) -> Any:
-        """Run code that joined ranks run too: its collectives and events need no announcement."""
-        with setting(self, is_inside=True), self._participant.tail_log.own_collectives():
-            return run()
+        self.override(owner, name, telling)
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
@@ -160,13 +141,7 @@ class EngineEvents:
     def say_present(self) -> None:
         """Announce, before the epilogue, which gradients there are, if they were not announced as they came."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
-            self._participant.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
-
-    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Call `call` in place of an object's method, with that as its first argument; the engine looks it up anew."""
-        old = getattr(owner, name)
-        # Wrapped, as LR schedulers leave a mark on `step`.
-        self._participant._undo.append(replace(owner, **{name: wraps(old)(partial(call, old))}))
+            self.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
     def _number(self, parameter: Any) -> int:
         return self._numbers[id(parameter)]
@@ -186,7 +161,6 @@ class EngineEvents:
 
     @torch.no_grad()
     def mirror(self, kind: str, payload: Any) -> None:
-        """Do, on a joined rank, what was announced."""
         if kind == "module":
             self._pass_module(*payload)
         elif kind == "gradient":

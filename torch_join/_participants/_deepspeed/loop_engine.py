@@ -18,9 +18,9 @@ from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat_torch
 from torch_join._compat import deepspeed as _compat
 from torch_join._control.codec import foreign
-from torch_join._participants._deepspeed.events import EngineEvents
+from torch_join._participants._deepspeed.events import EngineParticipant
 from torch_join._participants.hook import Hook
-from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._participants.participant import Driver, LoopModel
 from torch_join._shadow.zero_gradient import following_zero
 
 Options = list[dict[str, Any]]
@@ -28,11 +28,11 @@ _NOTHING = type(None)
 _CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
 
 
-class LoopEngineParticipant(Participant, LoopModel):
+class LoopEngineParticipant(EngineParticipant, LoopModel):
     """A `DeepSpeedEngine` that was passed to `Join`."""
 
     kinds: ClassVar[dict[str, Any]] = {
-        **EngineEvents.kinds,
+        **EngineParticipant.kinds,
         "backward": tuple[bool, list[int] | None],  # whether inside no_sync; the gradients present, if any stay
         "epilogue": _NOTHING,
         "step": tuple[bool, Options],  # whether called on the engine
@@ -45,34 +45,31 @@ class LoopEngineParticipant(Participant, LoopModel):
     closing: ClassVar[Any] = tuple[Options, list[bool], list[bool]]
 
     is_model = True
-    tail_log: Any  # of a loop: a `TailLog`
 
     def __init__(self, driver: Driver, index: int, engine: Any) -> None:
-        super().__init__(driver, index)
-        self.engine = engine
-        self._events = EngineEvents(self, engine)
+        super().__init__(driver, index, engine)
         self._forwarded_in = 0  # the loop of the last forward
         # In stage 0 each rank holds, and steps, all gradients: these are the ones known to the other ranks.
         self._gradients: list[tuple[Tensor | None, int]] = []
 
     def enter(self) -> None:
-        self._events.watch()
+        super().enter()
         engine, optimizer = self.engine, self.engine.optimizer
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo.append(hook.remove)
-        self._events.replace(engine, "_backward_epilogue", self._epilogue)
-        self._events.replace(engine, "backward", self._backward)
-        self._events.replace(engine, "_backward_prologue", self._prologue)
-        self._events.replace(engine, "coalesce_grad_reduction", self._coalescing)
-        self._events.replace(engine, "step", partial(self._stepping, True))
+        self.announce_calls(engine, "_backward_epilogue", "epilogue", self.say_present, after=self._note_gradients)
+        self.override(engine, "backward", self._backward)
+        self.override(engine, "_backward_prologue", self._prologue)
+        self.override(engine, "coalesce_grad_reduction", self._coalescing)
+        self.override(engine, "step", partial(self._stepping, True))
         boundary = "set_gradient_accumulation_boundary"  # Accelerate passes its argument by name
-        self._events.announce_calls(engine, boundary, "boundary", lambda is_boundary: bool(is_boundary))
-        self._events.announce_calls(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
+        self.announce_calls(engine, boundary, "boundary", lambda is_boundary: bool(is_boundary))
+        self.announce_calls(engine, "zero_grad", "zero_grad", partial(self._of_clearing, True))
         if hasattr(optimizer, "zero_grad"):  # else the engine only evaluates
-            self._events.replace(optimizer, "step", partial(self._stepping, False))  # as Fabric does
-            self._events.announce_calls(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
+            self.override(optimizer, "step", partial(self._stepping, False))  # as Fabric does
+            self.announce_calls(optimizer, "zero_grad", "zero_grad", partial(self._of_clearing, False))
         for name in _CHECKPOINTS:
-            self._events.replace(engine, name, partial(self._checkpoint, name))
+            self.override(engine, name, partial(self._checkpoint, name))
 
     # ------------------------------------------------------------ what the loop knows
 
@@ -109,13 +106,13 @@ class LoopEngineParticipant(Participant, LoopModel):
                     " backward."
                 )
             self._check_gradients(cleared=True)
-            present = [n for n, p in enumerate(self._events.parameters) if p.grad is not None]
-            stay = self._events.stage < 2  # else each micro-batch's gradients are moved away
+            present = [n for n, p in enumerate(self.parameters) if p.grad is not None]
+            stay = self.stage < 2  # else each micro-batch's gradients are moved away
             self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
         factor = self.members.loss_factor
         weighs = factor != 1.0 and loss.requires_grad
         weighing = loss.register_hook(lambda gradient: gradient * factor) if weighs else nullcontext()
-        with weighing, self._events.leaving_out(factor == 0.0):
+        with weighing, self.leaving_out(factor == 0.0):
             return original(loss, *args, **kwargs)
 
     def _prologue(self, original: Callable[[], None]) -> None:
@@ -145,18 +142,12 @@ class LoopEngineParticipant(Participant, LoopModel):
             )
         return original(*args, **kwargs)
 
-    def _epilogue(self, original: Callable[[], None]) -> None:
-        if self._events.is_quiet():
-            original()
-        else:
-            self._events.say_present()
-            self.announce("epilogue")
-            self._events.inside(original)
-            if self._events.stage == 0 and self.members.announces:
-                self._gradients = list(map(_state_of, self._events.parameters))
+    def _note_gradients(self) -> None:
+        if self.stage == 0 and self.members.announces:
+            self._gradients = list(map(_state_of, self.parameters))
 
     def _stepping(self, of_engine: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._events.is_quiet():
+        if self.is_quiet():
             return original(*args, **kwargs)
         if self.tail_log.meet() and (args or kwargs):
             raise UnsupportedError(
@@ -166,11 +157,11 @@ class LoopEngineParticipant(Participant, LoopModel):
         self._check_gradients(cleared=False)
         self._gradients.clear()
         self.announce_open("step", (of_engine, _compat.options_of(self.engine)))
-        return self._events.inside(partial(original, *args, **kwargs))
+        return self.inside(partial(original, *args, **kwargs))
 
     def _check_gradients(self, cleared: bool) -> None:
         """Raise if gradients that joined ranks have too were changed; with `cleared` they may be gone."""
-        for parameter, (gradient, version) in zip(self._events.parameters, self._gradients, strict=False):
+        for parameter, (gradient, version) in zip(self.parameters, self._gradients, strict=False):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
                 raise UnsupportedError(
@@ -188,7 +179,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
     def _checkpoint(self, which: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.members.serves or self._events.is_inside:
+        if self.members.serves or self.is_inside:
             return original(*args, **kwargs)
         with self.tail_log.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
             return original(*args, **kwargs)
@@ -201,10 +192,10 @@ class LoopEngineParticipant(Participant, LoopModel):
             self.driver.note_backward(self.index)
             self.synced += 1
             without_sync, present = payload
-            for parameter in self._events.without(present or ()) if present is not None else ():
+            for parameter in self.without(present or ()) if present is not None else ():
                 parameter.grad = None
             with engine.no_sync() if without_sync else nullcontext():
-                engine.backward(following_zero(self._follow_backward, self._events.device))
+                engine.backward(following_zero(self._follow_backward, self.device))
         elif kind == "epilogue":
             engine._backward_epilogue()
         elif kind == "step":
@@ -225,7 +216,7 @@ class LoopEngineParticipant(Participant, LoopModel):
             with self.tail_log.on_all_ranks():
                 getattr(engine, which)(*args, **kwargs)
         else:
-            self._events.mirror(kind, payload)
+            super().mirror(kind, payload)
 
     def _follow_backward(self) -> None:
         self.tail_log.follow_to(self.index, "epilogue")
@@ -233,7 +224,7 @@ class LoopEngineParticipant(Participant, LoopModel):
     # ------------------------------------------------------------ at the end
 
     def closing_message(self) -> tuple[Options, list[bool], list[bool]]:
-        trains = [parameter.requires_grad for parameter in self._events.parameters]
+        trains = [parameter.requires_grad for parameter in self.parameters]
         modes = [module.training for module in self.engine.module.modules()]
         return _compat.options_of(self.engine), trains, modes
 
@@ -242,7 +233,7 @@ class LoopEngineParticipant(Participant, LoopModel):
         if self.members.rank != source:
             _compat.take_options(self.engine, options)
         # Set by the active ranks' code, which has not run here.
-        for parameter, trained in zip(self._events.parameters, trains, strict=True):
+        for parameter, trained in zip(self.parameters, trains, strict=True):
             parameter.requires_grad_(trained)
         for module, mode in zip(self.engine.module.modules(), modes, strict=True):
             module.training = mode

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base.attributes import replace, setting
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinDataWarning, JoinValueError, UnsupportedError
 from torch_join._base.membership import MeetingPoint
 from torch_join._compat import metrics as _compat_metrics
@@ -66,11 +66,12 @@ class MetricParticipant(Participant):
 
     def follow(self, position: int, metric: Any) -> None:
         """Redirect a metric's methods to this participant."""
-        self.override(metric, "forward", self.forward)
-        self.override(metric, "reset", partial(self.reset, position))
+        self.override(metric, "forward", partial(self.forward, metric))
+        # A forward resets too, and restores the state.
+        self.announce_calls(metric, "reset", _RESET, lambda: NotImplemented if self.forwards else position)
         if not _compat_metrics.parts(metric):
-            self.override(metric, "compute", self.compute)
-            self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position))
+            self.override(metric, "compute", partial(self.compute, metric))
+            self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position, metric))
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == _RESET:
@@ -93,11 +94,6 @@ class MetricParticipant(Participant):
             self.driver.before_forward(float)  # it counts nothing
         with setting(self, forwards=self.forwards + 1):
             return forward(*args, **kwargs)
-
-    def reset(self, position: int, metric: Any, reset: Callable[[], None]) -> None:
-        if self.forwards == 0:  # a forward resets too, and restores the state
-            self.announce(_RESET, position)
-        reset()
 
     def compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _compat_metrics.update_count(metric) > 0 or not _compat_metrics.will_sync(metric):
@@ -147,10 +143,6 @@ class MetricParticipant(Participant):
             return next((tensors for placeholder, tensors in answers if placeholder is asked), [asked])
 
         sync_dist(gather)
-
-    def override(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
-        own = getattr(metric, name)
-        self._undo.append(replace(metric, **{name: Hook(partial(function, metric, own), copied=own)}))
 
     def _leads_plain_loops(self, metric: Any) -> bool:
         """Whether ranks in a plain loop meet at the forward of `metric`, since there is no model."""

@@ -69,7 +69,7 @@ class ModuleMetrics(MetricParticipant):
 
     # ------------------------------------------------------------ replacements of a metric's methods
 
-    def _update(self, metric: Any, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not self._aside or self.forwards:
             update(*args, **kwargs)
 

@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_join._base.attributes import replace
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._participants._gradients.verdicts import Runs
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
-from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, Participant
 from torch_join._shadow._sharded.units import is_first_generation
 
@@ -42,20 +40,16 @@ class ClippingParticipant(Participant):
         if self._sharded:
             self._own_norm, self._own_scale, restore = _compat.wrap_clipping(self._get_total_norm, self._clip_grads)
             self._undo.append(restore)
-        roots: list[tuple[ShardedModelParticipant, Any]]
-        roots = [(model, root) for model in self._first for root in _compat.roots(model.model)]
-        self._methods = [(model, root.clip_grad_norm_) for model, root in roots]
-        for place, (_, root) in enumerate(roots):
-            hook = Hook(partial(self._clip_by_method, place), copied=root.clip_grad_norm_)
-            self._undo.append(replace(root, clip_grad_norm_=hook))
+        self._roots: list[tuple[ShardedModelParticipant, Any]]
+        self._roots = [(model, root) for model in self._first for root in _compat.roots(model.model)]
+        for place, (model, root) in enumerate(self._roots):
+            of_call = partial(self._of_method, place, model)
+            self.announce_calls(root, "clip_grad_norm_", "method", of_call, after=model.remember)
 
     @property
     def _parameters(self) -> list[Tensor]:
         # Frozen ones too: parameters frozen on a joined rank may be trained on active ranks, and vice versa.
         return [parameter for model in self._sharded for parameter in model.gradients.parameters]
-
-    def _is_even(self) -> bool:
-        return self.members.serves or not self.tail_log.meet()
 
     def _get_total_norm(
         self,
@@ -68,7 +62,7 @@ class ClippingParticipant(Participant):
         which = _places(given, [parameter.grad for parameter in self._parameters])
         if not which:
             return self._own_norm(given, norm_type, error_if_nonfinite, foreach)
-        if self._is_even():  # older torch adds its epsilon to each rank's part of a norm
+        if self.is_quiet():  # older torch adds its epsilon to each rank's part of a norm
             return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
         if len(which) < len(given):
             raise UnsupportedError(
@@ -87,7 +81,7 @@ class ClippingParticipant(Participant):
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         which = _places([p for p in given if p.grad is not None], self._parameters)
-        if not which or self._is_even():
+        if not which or self.is_quiet():
             self._own_scale(given, max_norm, total_norm, foreach)
             return
         if total_norm is not self._norm:
@@ -101,15 +95,9 @@ class ClippingParticipant(Participant):
         for model in self._sharded:
             model.remember()
 
-    def _clip_by_method(self, place: int, max_norm: float, norm_type: float = 2.0) -> Any:
-        model, clip = self._methods[place]
-        if self._is_even():
-            return clip(max_norm, norm_type)
-        self.announce("method", (place, float(max_norm), float(norm_type), model.check()))
-        with self.tail_log.own_collectives():
-            result = clip(max_norm, norm_type)
-        model.remember()
-        return result
+    @staticmethod
+    def _of_method(place: int, model: ShardedModelParticipant, max_norm: float, norm_type: float = 2.0) -> Any:
+        return place, float(max_norm), float(norm_type), model.check()
 
     def mirror(self, kind: str, payload: Any) -> None:
         parameters = self._parameters
@@ -124,10 +112,10 @@ class ClippingParticipant(Participant):
             self._own_scale([parameters[index] for index in which], max_norm, self._norm, foreach)
         else:
             place, max_norm, norm_type, runs = payload
-            model, clip = self._methods[place]
+            model, root = self._roots[place]
             model.take(runs)
             with torch.no_grad():
-                clip(max_norm, norm_type)
+                root.clip_grad_norm_(max_norm, norm_type)
 
 
 def _places(given: Sequence[Any], known: Sequence[Any]) -> list[int]:

@@ -1,14 +1,11 @@
 """A `GradScaler` in a loop with a sharded model: only the ranks that own a gradient see whether it is infinite."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch_join._base.attributes import replace
 from torch_join._compat import ddp as _compat
 from torch_join._participants._gradients.verdicts import Runs
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
-from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, Participant
 
 # The methods that look for infinities. The second is used if an optimizer itself scales, as fused ones do.
@@ -40,34 +37,27 @@ class ShardedScalerParticipant(Participant):
         self._sharded = models
 
     def enter(self) -> None:
-        scaler = self._scaler
-        self._update = scaler.update
-        self._own = {kind: getattr(scaler, name) for kind, name in _CALLS.items()}
-        calls: dict[str, Callable[..., Any]] = {"update": self._update_announced}
-        calls |= {name: partial(self._unscale_announced, kind) for kind, name in _CALLS.items()}
-        hooks = {name: Hook(call, copied=getattr(scaler, name)) for name, call in calls.items()}
-        self._undo.append(replace(scaler, **hooks))
+        for kind, name in _CALLS.items():
+            self.announce_calls(self._scaler, name, kind, self._of_unscaling, after=self._remember)
+        of_update = lambda new_scale=None: None if new_scale is None else float(new_scale)  # noqa: E731
+        self.announce_calls(self._scaler, "update", "update", of_update)
 
-    def _unscale_announced(self, kind: str, optimizer: Any) -> Any:
+    def is_quiet(self) -> bool:
+        return not self._scaler.is_enabled() or super().is_quiet()
+
+    def _of_unscaling(self, optimizer: Any) -> Any:
         place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
-        if self.members.serves or place is None or not self._scaler.is_enabled() or not self.tail_log.meet():
-            return self._own[kind](optimizer)
-        self.announce(kind, (place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]))
-        with self.tail_log.own_collectives():
-            found = self._own[kind](optimizer)
+        if place is None:
+            return NotImplemented
+        return place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]
+
+    def _remember(self) -> None:
         for model in self._sharded:
             model.remember()
-        return found
-
-    def _update_announced(self, new_scale: Any = None) -> None:
-        if not self.members.serves and self._scaler.is_enabled() and self.tail_log.meet():
-            self.announce("update", None if new_scale is None else float(new_scale))
-        with self.tail_log.own_collectives():
-            self._update(new_scale)
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == "update":
-            self._update(payload)
+            self._scaler.update(payload)
             return
         place, scale, states = payload
         for model, runs in zip(self._sharded, states, strict=True):
@@ -75,4 +65,4 @@ class ShardedScalerParticipant(Participant):
         parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
         self._scaler.scale(_compat.local_part(parameter).new_zeros(()))  # makes its tensors, if it has none yet
         self._scaler._scale.fill_(scale)
-        self._own[kind](self._steppers[place])
+        getattr(self._scaler, _CALLS[kind])(self._steppers[place])
