@@ -14,7 +14,6 @@ from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.weighting import loss_factor
-from torch_join._control.reports import BarrierResult
 from torch_join._handover.buffers import StepBuffers, Unsynced
 from torch_join._lockstep.catch_up import CatchUp
 from torch_join._lockstep.step_driver import StepDriver
@@ -168,12 +167,8 @@ class Lockstep:
             UnsupportedError: Several ranks compute a batch together.
         """
         refuse_model_parallel(self.driver.tail_log)
-
-        def meet(count: float, notice: dict[str, Any]) -> BarrierResult:
-            return self.channel.barrier(count, notice or None)
-
         step = self._exchanged.step
-        self.plan = self.driver.rebalancing.begin(self.channel, source, length, meet, step=step, **options)
+        self.plan = self.driver.rebalancing.begin(self.channel, source, length, step=step, **options)
         self._ranks = self._present = self.plan or self._exchanged
 
     @property

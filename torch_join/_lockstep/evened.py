@@ -237,7 +237,7 @@ class Evened:
                     batch,
                     ReadStep(plan.active_ranks, plan.is_last_step, plan.count(), plan.total, reader.trained_on),
                 )
-                plan.advance(self._meet)
+                plan.advance()
                 batch, _ = self._take(reader, plan)
         except GeneratorExit:
             pass  # all ranks leave at this step
@@ -247,11 +247,8 @@ class Evened:
         certain = source.certain_length()
         options: dict[str, Any] = {"lead": source.lead, "count": self._count, "is_certain": certain is not None}
         length = length if certain is None else certain
-        plan = self._driver.rebalancing.begin(self._channel, source, length, self._meet, **options)
+        plan = self._driver.rebalancing.begin(self._channel, source, length, **options)
         return None if plan is None else PlannedReader(plan, source)
-
-    def _meet(self, count: float, notice: dict[str, Any]) -> Any:
-        return self._channel.barrier(count, notice or None)
 
     def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:
         """Start a loader, with this rank's first batch; all ranks meet. Return all ranks' `Beginning`s."""

@@ -54,6 +54,7 @@ class Rebalancer:
         count: Returns the count of a batch, if batches are counted; called on the rank that trains on it.
         step: The number of the first step.
         meets: Whether all ranks meet before each row.
+        meet: Meets them; by default in `channel`.
 
     Attributes:
         step: The current step.
@@ -73,8 +74,10 @@ class Rebalancer:
         count: Callable[[Any], float] | None = None,
         step: int = 0,
         meets: bool = True,
+        meet: Meet | None = None,
     ) -> None:
         self._channel = channel
+        self._meet: Meet = meet or (lambda count, notice: channel.barrier(count, notice or None))
         self._exchange = exchange
         self._source = source
         self._plan = plan
@@ -86,40 +89,42 @@ class Rebalancer:
         self.meets = meets
         self.donated = self.received = self.lost = 0
         self.total = 0.0
-        self._notices: dict[int, dict[str, Any]] = {}  # from the meeting before the current step
+        self._notices: dict[int, dict[str, Any]] = {}  # from the first meeting before the current step
 
     # ------------------------------------------------------------ the epoch
 
-    def begin(self, meet: Meet) -> None:
+    def begin(self) -> None:
         """Plan the first rows."""
         for _ in range(1 + self._lead):
-            self._settle(meet, 0)
+            self._settle(0)
             self._plan_row()
         if self._count is not None and self.meets:
-            self.total = meet(self.count(), {}).total
+            self.total = self._meet(self.count(), {}).total
 
-    def advance(self, meet: Meet) -> None:
-        """Move to the next step, and plan another one."""
+    def advance(self, notice: dict[str, Any] | None = None) -> None:
+        """Move to the next step, and plan another one; `notice` goes to all ranks that meet."""
         done = self._steps.popleft()
         share = done.row[self._channel.rank]
         self.donated += done.donated
         self.received += share is not None and share.owner != self._channel.rank
         self.step += 1
         self._exchange.wait_until_received(self.step)
-        self._settle(meet, self.count())
+        self._settle(self.count(), notice)
         self._plan_row()
 
-    def _settle(self, meet: Meet, count: float) -> None:
+    def _settle(self, count: float, notice: dict[str, Any] | None = None) -> None:
         """Meet until all ranks know that they have the batches that the next row needs."""
-        rank, met = self._channel.rank, False
+        rank, said, met = self._channel.rank, notice or {}, False
         while True:
             read = self._plan.ahead
             waiting = self._source.read(read[rank])
             if not self.meets:
                 return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
-            result = meet(0 if met else count, {"left": waiting} if is_news else {})
-            self.total, met = self.total if met else result.total, True
+            result = self._meet(0 if met else count, {**said, "left": waiting} if is_news else said)
+            if not met:
+                self.total, self._notices = result.total, result.notices
+            said, met = {}, True
             self._plan.announce({rank: notice["left"] for rank, notice in result.notices.items() if "left" in notice})
             if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
                 return
@@ -245,15 +250,7 @@ class Rebalancer:
     has_met = True  # all meet before each step
 
     def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        results: list[BarrierResult] = []
-
-        def meet(count: float, news: dict[str, Any]) -> BarrierResult:
-            said = news if results else {**(notice or {}), **news}
-            results.append(self._channel.barrier(count, said or None))
-            return results[-1]
-
-        self.advance(meet)
-        self._notices = results[0].notices
+        self.advance(notice)
         return True
 
     def meet(self) -> dict[int, dict[str, Any]]:

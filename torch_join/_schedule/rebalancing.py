@@ -47,7 +47,7 @@ class Rebalancing:
         channel: Channel,
         source: Source,
         length: int | None,
-        meet: Meet,
+        meet: Meet | None = None,
         *,
         lead: int = 1,
         count: Callable[[Any], float] | None = None,
@@ -65,7 +65,7 @@ class Rebalancing:
             channel: The ranks' channel.
             source: This rank's batches.
             length: Their number from here on, if known.
-            meet: Meets all ranks that have a batch.
+            meet: See `Rebalancer`.
             lead: See `Rebalancer`.
             count: See `Rebalancer`.
             step: The number of the first step.
@@ -104,8 +104,8 @@ class Rebalancing:
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
-        self.current = Rebalancer(channel, self._exchange, source, plan, lead, count, step, meets or not is_known)
-        self.current.begin(meet)
+        self.current = Rebalancer(channel, self._exchange, source, plan, lead, count, step, meets or not is_known, meet)
+        self.current.begin()
         return self.current
 
     def close(self) -> None:

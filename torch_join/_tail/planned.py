@@ -119,7 +119,7 @@ class Planned(Schedule):
             self._tail_log.remember_gradients()
         if step > plan.step:  # the first step is planned already
             with self._tail_log.own_collectives():
-                plan.advance(self._meet)
+                plan.advance()
         if not plan.meets and len(plan.active_ranks) < members.world_size:
             plan.total = self._meet(plan.count(), {}).total
         if plan.has_batch():
