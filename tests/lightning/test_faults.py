@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from tests.support.front_ends.lightning import Fit, Module, Result, assert_exact
 from tests.support.inside import counted_gifts, exchange_threads
 from tests.support.run import Batch
 from tests.support.sharded_fits import ShardedModule, build_sharded, build_strategy, on_cpus
+from tests.support.stopped import GRACE, TIMEOUT, resume
 from tests.support.workers import Workers, connect
 
-TIMEOUT, GRACE = 2.0, 5.0  # of the process group and of the strategy; "a few" seconds
 CASES = {  # of which rank 1 or 2 is the culprit: they have most batches
     "ddp": Fit((2, 6, 5), epochs=1),
     "even": Fit((5, 5, 5), epochs=1, iterable=True, model="norm"),  # where others have gone ahead
@@ -158,14 +157,6 @@ def test_a_rank_that_raises_is_named(workers: Workers, kind: str, where: str, wh
         assert outcome.seconds < 15
 
 
-def resume(process: int) -> None:
-    """Let a process go on when the others are done with it."""
-    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.05)
-    time.sleep(TIMEOUT + GRACE)
-    os.kill(process, signal.SIGCONT)
-
-
 # In the sharded ones the victim may be another than the one that does it: one that has joined and follows.
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])  # waits for timeouts
 @pytest.mark.parametrize(
@@ -180,7 +171,7 @@ def resume(process: int) -> None:
 )
 def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str, where: str, who: int, victim: int, how: str) -> None:
     options = {"how": how, "where": where, "who": who, "pid": workers.pid(victim)}
-    resuming = threading.Thread(target=resume, args=(workers.pid(victim),))
+    resuming = threading.Thread(target=resume, args=(workers.pid(victim), TIMEOUT + GRACE))
     if how == "stop":
         resuming.start()
     # Whoever is stopped may hold the lock of a file store.
