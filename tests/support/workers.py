@@ -120,7 +120,7 @@ class Workers:
             deadline: Seconds after which the ranks are killed, times `patience`.
             store: What the process group is built from: `"file"`, `"tcp"` (a port of the system's choice),
                 or `""` for no process group.
-            timeout: The process group's timeout in seconds, times `patience`.
+            timeout: The process group's timeout in seconds.
 
         Raises:
             DeadlineError: Some rank did not come back in time.
@@ -129,7 +129,7 @@ class Workers:
             raise ValueError(f"These are {self._most} workers, not {world_size}.")
         self._runs += 1
         slower = patience()
-        deadline, timeout = deadline * slower, timeout * slower
+        deadline *= slower
         rendezvous = Path(self._folder.name) / f"store-{self._runs}"
         for rank in range(world_size):
             self._ensure(rank)

@@ -116,6 +116,6 @@ def read_ahead(rank: int) -> JoinError:
     return JoinError(
         f"Rank {rank} runs a backward after the end of a loop over join.batches that requests a batch before the model"
         " has seen the previous one, as a prefetcher does. The other ranks would miss its last batches. Put the"
-        " prefetcher inside: join.batches(prefetcher(loader)); the same for Accelerate's join_batches and Fabric's"
-        " fabric.strategy.batches. Any other backward needs its own loop."
+        " prefetcher inside: join.batches(prefetcher(loader)), join_batches(prefetcher(loader)) or"
+        " fabric.strategy.batches(prefetcher(loader)). Any other backward needs its own loop."
     )
