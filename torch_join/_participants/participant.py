@@ -314,6 +314,7 @@ class Participant:
         kind: str,
         payload: Callable[..., Any] = lambda *_: None,
         hold: bool = False,
+        ours: Callable[..., bool] = lambda *_, **__: True,
         after: Callable[[], None] = lambda: None,
     ) -> None:
         """Announce the calls of an object's method, which joined ranks make as well, in `mirror`.
@@ -322,15 +323,16 @@ class Participant:
             owner: The object.
             name: The method.
             kind: The kind of action.
-            payload: Makes the payload of a call's arguments; `NotImplemented` for a call of this rank alone.
+            payload: Makes the payload of a call's arguments.
             hold: Whether they may not communicate until the next announcement.
+            ours: Whether joined ranks make a call with these arguments too; asked before the ranks meet for it.
             after: Called after an announced one.
         """
 
         def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self.is_quiet() or (said := payload(*args, **kwargs)) is NotImplemented:
+            if not ours(*args, **kwargs) or self.is_quiet():
                 return own(*args, **kwargs)
-            self.announce(kind, said, hold)
+            self.announce(kind, payload(*args, **kwargs), hold)
             result = self.inside(partial(own, *args, **kwargs))
             after()
             return result

@@ -3,8 +3,10 @@
 import copy
 import inspect
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +162,26 @@ def test_after_a_plain_loop_of_even_lengths_nothing_raises(workers: Workers, wha
 @pytest.mark.parametrize("what", ["after", "every step"])
 def test_compute_after_the_with_or_in_a_plain_loop(workers: Workers, what: str) -> None:
     assert workers.run(2, _after_a_plain_loop, (1, 3), what) == [4.0] * 2
+
+
+def _forward_alone(rank: int, path: str) -> bool:
+    model, metric = DistributedDataParallel(nn.Linear(1, 1)), SumMetric()
+    with Join([model, metric], timeout=timedelta(seconds=10), may_break=True) as join:
+        for step in join.batches(range(2 + rank)):
+            if step == 1:
+                if rank == 0:
+                    metric(1.0)  # resets itself within
+                    Path(path).touch()
+                end = time.monotonic() + 5
+                while not Path(path).exists() and time.monotonic() < end:
+                    time.sleep(0.01)
+                came = Path(path).exists()
+            model(torch.ones(1, 1)).sum().backward()
+    return came
+
+
+def test_a_forward_waits_for_no_other_rank(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, _forward_alone, str(tmp_path / "done")) == [True, True]
 
 
 # ---------------------------------------------------------------- manners

@@ -68,7 +68,7 @@ class MetricParticipant(Participant):
         """Redirect a metric's methods to this participant."""
         self.override(metric, "forward", partial(self.forward, metric))
         # A forward resets too, and restores the state.
-        self.announce_calls(metric, "reset", _RESET, lambda: NotImplemented if self.forwards else position)
+        self.announce_calls(metric, "reset", _RESET, lambda: position, ours=lambda: not self.forwards)
         if not _compat_metrics.parts(metric):
             self.override(metric, "compute", partial(self.compute, metric))
             self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position, metric))

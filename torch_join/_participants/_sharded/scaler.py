@@ -38,17 +38,20 @@ class ShardedScalerParticipant(Participant):
 
     def enter(self) -> None:
         for kind, name in _CALLS.items():
-            self.announce_calls(self._scaler, name, kind, self._of_unscaling, after=self._remember)
+            self.announce_calls(
+                self._scaler, name, kind, self._of_unscaling, ours=self._steps_shards, after=self._remember
+            )
         of_update = lambda new_scale=None: None if new_scale is None else float(new_scale)  # noqa: E731
         self.announce_calls(self._scaler, "update", "update", of_update)
 
     def is_quiet(self) -> bool:
         return not self._scaler.is_enabled() or super().is_quiet()
 
+    def _steps_shards(self, optimizer: Any) -> bool:
+        return any(mine is optimizer for mine in self._steppers)
+
     def _of_unscaling(self, optimizer: Any) -> Any:
-        place = next((index for index, mine in enumerate(self._steppers) if mine is optimizer), None)
-        if place is None:
-            return NotImplemented
+        place = next(index for index, mine in enumerate(self._steppers) if mine is optimizer)
         return place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]
 
     def _remember(self) -> None:
