@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import accelerate
@@ -13,7 +13,15 @@ from typing_extensions import Unpack
 
 from accelerate_join import _compat, _positions
 from accelerate_join._accelerator import class_replaced, gather_in_order
-from accelerate_join._loaders import PreparedReader, even_batches_set, goes_through_join, is_prepared, loops_replaced
+from accelerate_join._loaders import (
+    PreparedReader,
+    deals_out,
+    even_batches_set,
+    goes_through_join,
+    is_prepared,
+    loops_replaced,
+    prepare_own,
+)
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
 from torch_join import Join, JoinDataWarning, JoinTypeError, JoinValueError, UnsupportedError
@@ -116,6 +124,7 @@ def join_batches(
     loader: DataLoader[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
+    own_shards: bool = False,
     **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
 @overload
@@ -124,6 +133,7 @@ def join_batches(
     loader: Iterable[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
+    own_shards: bool = False,
     **options: Unpack[JoinOptions],
 ) -> Iterable[T]: ...
 @showing_options
@@ -133,6 +143,7 @@ def join_batches(
     loader: Iterable[T],
     joinables: Sequence[Any] | None = None,
     even_batches: bool | None = False,
+    own_shards: bool = False,
     **options: Any,
 ) -> Iterable[T]:
     """Iterate over `loader` inside its own `join_uneven_inputs` context.
@@ -151,15 +162,25 @@ def join_batches(
         loader: A prepared loader, or any other iterable.
         joinables: As in `join_uneven_inputs`.
         even_batches: As in `join_uneven_inputs`.
+        own_shards: Whether the loader is over this process's own data: then it raises if the loader was prepared
+            without `own_shards=True`, and so is a share of that.
         **options: The other arguments of `join_uneven_inputs`.
 
     Returns:
         This process's batches, to loop over once.
 
+    Raises:
+        JoinValueError: See `own_shards`.
+
     Limits:
         An exception that is caught outside of the loop, so that the process continues, looks like a `break`: use the
         `with`, which raises on the other processes. An exception that ends the process reaches them anyway.
     """
+    if own_shards and is_prepared(loader) and deals_out(cast(Any, loader)):
+        raise JoinValueError(
+            "join_batches(loader, own_shards=True) got a loader that accelerator.prepare has split among the processes."
+            " Pass own_shards=True to prepare too, or do not prepare the loader."
+        )
     return own_loops.Loop(
         accelerator,
         loader,
@@ -183,6 +204,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     join_uneven_inputs = join_uneven_inputs
     join_batches = join_batches
     gather_in_order = gather_in_order
+    _own_shards = False
 
     def stop_requested(self) -> bool:
         """Return whether a process has received SIGTERM or SIGUSR1; all processes get `True` in the same step.
@@ -230,9 +252,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         _compat.forget_search(self)
         return super().prepare_model(*args, **kwargs)
 
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare(self, *objects: Any, own_shards: bool = False, **kwargs: Any) -> Any:
+        """Call Accelerate's method.
+
+        Args:
+            *objects: Models, optimizers, schedulers and loaders.
+            own_shards: Whether these loaders are over each process's own data, which is then not sharded again.
+            **kwargs: Accelerate's own arguments.
+        """
+        with setting(self, _own_shards=own_shards):
+            return super().prepare(*objects, **kwargs)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call Accelerate's method, and make a stateful loader resume correctly more than once."""
-        loader = super().prepare_data_loader(*args, **kwargs)
+        if self._own_shards and not _compat.has_prepared(data_loader):
+            data_loader = prepare_own(self, data_loader, device_placement)
+            _compat.take_as_prepared(data_loader)
+        loader = super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
         _positions.count_once(loader)
         return loader
 

@@ -23,6 +23,7 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
     SkipDataLoader,
+    prepare_data_loader,
 )
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -187,6 +188,32 @@ def goes_through_join(loader: object) -> bool:
     """Whether a `join_batches` loop over `loader` goes through `Join`; a user class may have its own `__iter__`."""
     own: Any = type(loader)
     return not is_prepared(loader) or any(own.__iter__ is kind.__iter__ for kind in _KINDS)
+
+
+def prepare_own(
+    accelerator: accelerate.Accelerator, loader: Any, place: bool | None = None, seedable: bool | None = None
+) -> Any:
+    """Prepare a loader over this process's own data as Accelerate would if there were no other process.
+
+    Args:
+        accelerator: The accelerator.
+        loader: A plain loader.
+        place: Whether to place batches on the device; `None` takes the accelerator's choice.
+        seedable: Whether to draw a random order from a seed; `None` takes the accelerator's choice.
+    """
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement if place is None else place,
+        rng_types=None,
+        dispatch_batches=False,
+        use_seedable_sampler=accelerator.use_seedable_sampler if seedable is None else seedable,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
 
 
 def deals_out(loader: PreparedLoader) -> bool:

@@ -58,6 +58,7 @@ class Joining(JoiningStrategy):
     _step_values: StepValues | None = None
     _timeout: timedelta | None
     monitored = False  # by a callback, in the fit that starts
+    own_shards = False
 
     # The chosen options, read-only: they are the same on all ranks.
     weighting = property(attrgetter("options.weighting"))
@@ -79,6 +80,7 @@ class Joining(JoiningStrategy):
         rebalance: bool = False,
         placeholder: Placeholder | None = None,
         hand_over_buffers: bool | None = None,
+        own_shards: bool = False,
         enable_join: bool | None = None,  # the old name of `enable`, which configurations use
         **kwargs: Any,
     ) -> None:
@@ -87,7 +89,7 @@ class Joining(JoiningStrategy):
         if enable_join is not None:
             warn_renamed("enable_join", "enable", both=enable_join and not enable)
             enable = enable_join
-        self.joinables = tuple(joinables)
+        self.joinables, self.own_shards = tuple(joinables), own_shards
         timeout = Options.timeout if self._timeout is None else self._timeout
         self.options = Options.of(locals())
         if enable:
@@ -150,6 +152,8 @@ class Joining(JoiningStrategy):
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.own_shards:
+            _compat.deal_out_nothing(trainer)
         self.meet_in_set_up()
         super().setup(trainer)
         if self.driver is not None:

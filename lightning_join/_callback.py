@@ -23,7 +23,7 @@ from lightning_join._packages import check_trainer
 from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
 from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
-from torch_join.integration import Options
+from torch_join.integration import Options, Placeholder
 
 # The class that a plain strategy gets.
 JOINING: dict[type[Strategy], type[Joining]] = {
@@ -67,9 +67,12 @@ class JoinCallback(Callback):
         joinables: Sequence[Joinable] = (),
         backward_collectives: bool = False,
         rebalance: bool = False,
+        placeholder: Placeholder | None = None,
         hand_over_buffers: bool | None = None,
+        own_shards: bool = False,
     ) -> None:
-        self._given = {"joinables": tuple(joinables), "options": Options.of(locals())}
+        given = {"joinables": tuple(joinables), "own_shards": own_shards}
+        self._given = {**given, "options": Options.of(locals())}
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_trainer(trainer, self)

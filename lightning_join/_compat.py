@@ -85,6 +85,11 @@ def is_rays(environment: Any) -> bool:
     return type(environment).__module__.startswith("ray.train.lightning")
 
 
+def deal_out_nothing(trainer: "pl.Trainer") -> None:
+    """Keep a trainer from sharding dataloaders, as `Trainer(use_distributed_sampler=False)` does."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def has_dataloaders(trainer: "pl.Trainer") -> bool:
     """Whether one of the loops that join has made its dataloaders."""
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)

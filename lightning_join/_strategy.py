@@ -50,6 +50,8 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         hand_over_buffers: Whether a finished rank takes over, after each step, the buffers that are not broadcast
             (`broadcast_buffers=False`, ignored buffers, FSDP's buffers). `None`: only in modules whose buffers are the
             same on all ranks that have trained, at the time when the first rank runs out.
+        own_shards: Whether each rank's dataloaders are over its own data, which Lightning must not shard again: as
+            `Trainer(use_distributed_sampler=False)`.
         **kwargs: The keyword arguments of `DDPStrategy`, including those of `DistributedDataParallel`.
 
     Raises:

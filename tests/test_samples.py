@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from lightning_join import DDPJoinStrategy, JoinCallback
 from tests.covering import others_long
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.fabric import fabric_of
@@ -189,11 +190,13 @@ def fabric(rank: int, make: Make, **options: Any) -> Seen:
     return seen
 
 
-def accelerate(rank: int, make: Make, prepare: bool = True, dispatch: bool | None = None, **options: Any) -> Seen:
+def accelerate(
+    rank: int, make: Make, prepare: bool = True, dispatch: bool | None = None, own: bool = False, **options: Any
+) -> Seen:
     loader, seen = make(rank, 0), []
     with accelerator_of(rank, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)) as accelerator:
         model, optimizer = accelerator.prepare(*net_and_optimizer())
-        loader = accelerator.prepare(loader) if prepare else loader
+        loader = accelerator.prepare(loader, own_shards=own) if prepare else loader
         for _ in range(EPOCHS):
             seen.append([])
             for batch in accelerator.join_batches(loader, **options):
@@ -377,6 +380,10 @@ CASES = [
     Case(DROPPING, "trainer", whole(drop_last=True), exactly([0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11])),
     *everywhere(SHARDS, own(), own_shards),
     Case(SHARDS, "trainer", own(), own_shards, MINE),
+    Case(SHARDS, "fabric", own(), own_shards, MINE),
+    Case(SHARDS, "accelerate", own(), own_shards, MINE | {"own": True}),
+    in_lightning(SHARDS, own(), own_shards, strategy=DDPJoinStrategy(own_shards=True)),
+    in_lightning(SHARDS, own(), own_shards, strategy="ddp", callbacks=[JoinCallback(own_shards=True)]),
     Case(SHARDS, "trainer", own(), exactly([], [2, 3], [12, 13]), warns=DEALT_AGAIN),
     Case(SHARDS, "lightning", own(), shards_dealt_again, warns=DEALT_AGAIN),
     Case(SHARDS, "fabric", own(), exactly([], [1, 4, 7], [10, 13]), warns=DEALT_AGAIN),
@@ -450,6 +457,15 @@ def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> No
     said = [text for outcome in outcomes for text in outcome.value[1]]
     assert any(case.warns in text for text in ["", *said])
     assert any(DEALT_AGAIN in text for text in said) == (case.warns == DEALT_AGAIN)
+
+
+def share_dealt_out_as_own(rank: int) -> Seen:
+    return accelerate(rank, own(), **MINE)
+
+
+def test_own_shards_that_were_dealt_out_raise(workers: Workers) -> None:
+    for outcome in workers.outcomes(WORLD_SIZE, share_dealt_out_as_own):
+        assert "that accelerator.prepare has split among the processes" in outcome.error
 
 
 def table() -> dict[str, list[str]]:

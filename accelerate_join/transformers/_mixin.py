@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._compat import forget_prepared, has_prepared
-from accelerate_join._loaders import refuse_distributed_sampler
+from accelerate_join._loaders import prepare_own, refuse_distributed_sampler
 from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
@@ -173,23 +173,7 @@ class JoinTrainerMixin:
         return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, rebalances, keeps)
 
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
-        """Prepare a loader like `Accelerator.prepare_data_loader`, but as if there were no other rank."""
-        accelerator = self.accelerator
-        if has_prepared(loader):
-            return loader
-        seedable = accelerator.use_seedable_sampler if use_seedable_sampler is None else use_seedable_sampler
-        return prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            rng_types=None,
-            dispatch_batches=False,
-            use_seedable_sampler=seedable,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-        )
+        return loader if has_prepared(loader) else prepare_own(self.accelerator, loader, seedable=use_seedable_sampler)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         given = [each for each in (*args, *kwargs.values()) if each is not None]

@@ -40,6 +40,8 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) 
         strategy, tail = cast(object, fabric.strategy), None
         if isinstance(strategy, Joins):
             strategy.fabric = fabric
+            if own.__name__ == "setup_dataloaders" and kwargs.pop("own_shards", False):
+                kwargs["use_distributed_sampler"] = False
             tail = None if instead is None else strategy.find_tail() or strategy.find_placeholders()
         return own(fabric, *args, **kwargs) if tail is None else cast(Any, instead)(tail, own, fabric, *args, **kwargs)
 

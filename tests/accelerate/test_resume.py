@@ -54,9 +54,11 @@ def train(rank: int, chain: Chain, job: int, folder: str, resumes: bool, way: st
         torch.manual_seed(7)
         np.random.seed(rank)
         net, samples = network(), Samples(chain.count)
-        if chain.lengths:
+        if "prepared" in chain.kind:
+            loader: Any = accelerator.prepare(own_loader(chain, rank), own_shards=True)
+        elif chain.lengths:
             options = {"device": accelerator.device, "use_stateful_dataloader": keeps}
-            loader: Any = own_loader(chain, rank, DataLoaderShard, **options)
+            loader = own_loader(chain, rank, DataLoaderShard, **options)
             accelerator.register_for_checkpointing(loader)
         elif chain.kind in SAMPLED:
             sampler = loader_of(chain, rank, world).sampler
@@ -134,8 +136,16 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
 
 # Kinds of loaders with samples of each rank's own, and what Accelerate deals out, with a state and without one.
 KINDS = ("map", "torchdata", "stream", "shuffled stream", "hf stream", "drawn")
-KINDS += ("map, skipped", "shuffled stream, skipped", "drawn, skipped", "kept", "injected")
-SHORT = ("map", "torchdata", "stream", "drawn", "map, skipped", "shuffled stream, skipped", "kept")
+KINDS += (
+    "map, prepared",
+    "stream, prepared",
+    "map, skipped",
+    "shuffled stream, skipped",
+    "drawn, skipped",
+    "kept",
+    "injected",
+)
+SHORT = ("map", "torchdata", "stream", "drawn", "map, prepared", "map, skipped", "shuffled stream, skipped", "kept")
 PLACES = {
     "from the first batches on": [(0, 1), (0, 1), (1, 6), (0, BEHIND)],
     "at the end of epochs": [(0, 8), (1, 0), (0, 2), (0, 4)],

@@ -1,146 +1,27 @@
 """A finished rank runs `training_step` itself: experts are those of one process, and what is logged is of batches."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
+from lightning_join import DDPJoinStrategy
 from tests.support import experts
 from tests.support.experts import Case
+from tests.support.front_ends.experts import batches_of
+from tests.support.front_ends.experts_lightning import Module
 from tests.support.workers import WorkerError, Workers
-
-
-class Log(Logger):
-    """Keeps what is logged."""
-
-    name = version = "log"  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[float] = []
-        self.epochs: list[Any] = []
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.steps += [metrics["mean_step"]] if "mean_step" in metrics else []
-        self.epochs += [metrics] if "mean_epoch" in metrics else []
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-class Module(pl.LightningModule):
-    """Experts over all ranks; logs of each batch how many rows it has."""
-
-    def __init__(self, case: Case, manual: bool) -> None:
-        super().__init__()
-        self.case, self.automatic_optimization = case, not manual
-        self.rows = MeanMetric()
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            rank = dist.get_rank()
-            self.net = experts.make(dist.group.WORLD, rank)
-            if self.case.wrap == "fsdp":
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"], ignored_params={self.net.experts.weight})
-            else:
-                ignored = ["net.experts.weight"]
-                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
-
-    def training_step(self, batch: experts.Batch, index: int) -> Tensor | None:
-        x, y = batch
-        value = torch.tensor(float(len(x)))
-        self.log("mean", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
-        self.log("most", value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
-        self.rows.update(value)
-        self.log("rows", self.rows, on_step=False, on_epoch=True)
-        loss = experts.loss_of(self.case, self.net(x), y, self.net)
-        if self.automatic_optimization:
-            return loss
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.on_after_backward_of_own()
-        optimizer.step()
-        return None
-
-    def on_after_backward_of_own(self) -> None:
-        self.net.experts.weight.grad /= self.trainer.world_size  # type: ignore[operator]
-
-    def on_after_backward(self) -> None:
-        if self.automatic_optimization:
-            self.on_after_backward_of_own()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return experts.make_optimizer(self.net.parameters())
-
-
-def fit(rank: int, case: Case, manual: bool) -> tuple[int, list[Tensor], list[float], dict[str, float], list[int]]:
-    log, hooks = Log(), list[int]()
-
-    class Noting(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            hooks.append(index)
-
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=len(case.lengths),
-        strategy=STRATEGIES[case.wrap](weighting=case.weighting, placeholder=case.placeholder),
-        max_epochs=1,
-        logger=log,
-        log_every_n_steps=1,
-        callbacks=[Noting()],
-        accumulate_grad_batches=1 if manual else case.window,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module, data = Module(case, manual), DataLoader(case.batches(rank), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, data)
-    epoch = log.epochs[0] if rank == 0 else {}
-    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.net.parameters()]
-    return rank, [p.detach().clone() for p in parameters], log.steps, epoch, hooks
-
-
-STRATEGIES: dict[str, Any] = {"ddp": DDPJoinStrategy, "fsdp": partial(ModelParallelJoinStrategy, 2, 1)}
-CASES = {
-    "fully_shard": (Case((3, 1), "fsdp", weighting="samples"), False),
-    "rows": (Case((1, 4), placeholder="rows", weighting="active"), False),
-    "last": (Case((0, 2, 5, 3), weighting="samples", ranks_per_model=4), False),
-    "manual": (Case((1, 3), weighting="active"), True),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_experts_are_those_of_one_process(workers: Workers, name: str) -> None:
-    case, manual = CASES[name]
-    ranks = workers.run(len(case.lengths), fit, case, manual, deadline=60.0)
-    experts.check(case, [each[:2] for each in ranks])
-    rows = [[len(case.batch(r, s)[0]) for r, n in enumerate(case.lengths) if s < n] for s in range(max(case.lengths))]
-    everything = [count for step in rows for count in step]
-    _, _, steps, epoch, _ = ranks[0]
-    assert steps == pytest.approx([sum(step) / len(step) for step in rows])
-    assert epoch["mean_epoch"] == pytest.approx(sum(everything) / len(everything))
-    assert epoch["most"] == max(everything)
-    assert epoch["rows"] == pytest.approx(sum(everything) / len(everything))
-    assert all(each[4] == [*range(max(case.lengths))] for each in ranks)
 
 
 class Evaluated(Module):
     """Logs what it evaluates; a prediction is of a batch's rows."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(case, False)
+        super().__init__(case)
         self.val_rows, self.gathered = MeanMetric(), list[list[int]]()
 
     def validation_step(self, batch: experts.Batch, index: int, dataloader_idx: int = 0) -> None:
@@ -158,14 +39,6 @@ class Evaluated(Module):
         return self.net(batch[0])  # type: ignore[no-any-return]
 
 
-class Endless(IterableDataset[Any]):
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
 def evaluate(rank: int, case: Case, streams: bool, several: bool, fits: bool) -> tuple[Any, ...]:
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -180,8 +53,7 @@ def evaluate(rank: int, case: Case, streams: bool, several: bool, fits: bool) ->
         enable_model_summary=False,
     )
     batches: Any = case.batches(rank)
-    data = Endless(batches) if streams else batches
-    module, own = Evaluated(case), DataLoader(data, batch_size=None)
+    module, own = Evaluated(case), DataLoader(batches_of(case, rank, streams), batch_size=None)
     loaders = [own, DataLoader([batches[-1]] * rank, batch_size=None)] if several else own
     if fits:
         trainer.fit(module, own, loaders)
@@ -190,14 +62,14 @@ def evaluate(rank: int, case: Case, streams: bool, several: bool, fits: bool) ->
         (found, *_) = trainer.validate(module, loaders, verbose=False)
     predicted = trainer.predict(module, own)
     assert predicted is not None
-    return rank, found, module.gathered, predicted, [p.detach().clone() for p in module.net.parameters()]
+    return module.part.place, found, module.gathered, predicted, module.part.parameters
 
 
 @pytest.mark.parametrize(
     ("case", "streams", "several", "fits"),
     [
         (Case((0, 4)), True, False, False),
-        (Case((1, 3), placeholder="rows", balance=False), False, True, False),
+        (Case((1, 3), placeholder="rows", balance=""), False, True, False),
         (Case((3, 1, 0, 2), ranks_per_model=4), False, False, True),
     ],
 )
@@ -205,7 +77,7 @@ def test_an_evaluation_is_of_all_batches(
     workers: Workers, case: Case, streams: bool, several: bool, fits: bool
 ) -> None:
     ranks = workers.run(len(case.lengths), evaluate, case, streams, several, fits, deadline=60.0)
-    net = experts.reference(case) if fits else experts.make()
+    net = experts.reference(case) if fits else experts.make(case)
     if fits:
         experts.check(case, [(rank, parameters) for rank, *_, parameters in ranks])
     steps = [[case.batch(r, s) for r, n in enumerate(case.lengths) if s < n] for s in range(max(case.lengths))]
@@ -244,7 +116,7 @@ def fit_none(rank: int) -> None:
         enable_progress_bar=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Nothing(case, False).double(), DataLoader(case.batches(rank), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(Nothing(case).double(), DataLoader(case.batches(rank), batch_size=None))  # type: ignore[arg-type]
 
 
 def test_a_step_without_a_loss_is_refused(workers: Workers) -> None:

@@ -1,9 +1,11 @@
 """What workers of Ray Train do, one function after the other."""
 
+import importlib
 import os
 import tempfile
 import warnings
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import ray.train
@@ -18,7 +20,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_join
 from accelerate_join import join_batches
 from lightning_join.ray import RayDDPJoinStrategy, RayFSDPJoinStrategy
+from tests.ray import job
 from tests.support import sharded_fits
+from tests.support.drawn import ANY, draw
 from tests.support.front_ends import lightning
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.lightning import Fit, Result
@@ -27,6 +31,7 @@ from torch_join import Join
 from torch_join.ray import Report
 
 Reported = list[tuple[dict[str, Any], str, int]]
+OF = [each for each in ANY if each != "transformers" or find_spec(each)]
 RUN = Run((2, 6, 4), epochs=2, scheduler="step", ragged=True)
 
 
@@ -138,6 +143,20 @@ def all_rows(rank: int) -> tuple[float, list[list[int]], list[int]]:
 def _batch(ids: list[int]) -> Batch:
     numbers = torch.tensor(ids, dtype=torch.float64)[:, None]
     return torch.sin(numbers * torch.arange(1, 5)), torch.cos(numbers * torch.arange(1, 4))
+
+
+def drawn(rank: int, seed: int) -> tuple[str, float]:
+    """Do any run by any front end; return what it was, and how far parameters are from those of one process."""
+    front_end, run = draw(seed, OF, (job.WORKERS,))
+    parameters = importlib.import_module(f"tests.support.front_ends.{front_end}").parameters
+    return f"{front_end}: {run}", difference(parameters(rank, run), reference(run).parameters)
+
+
+def __getattr__(name: str) -> Any:
+    kind, _, seed = name.rpartition("_")
+    if kind != "drawn":
+        raise AttributeError(name)
+    return partial(drawn, seed=int(seed))
 
 
 def prepares_shards(rank: int) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.ray import job
 from tests.support.front_ends.lightning import Fit, assert_exact
+from tests.support.many import seeds
 from tests.support.run import TOLERANCE
 from tests.support.workers import Outcome
 
@@ -89,3 +90,12 @@ def test_a_fit_is_exact(done: dict[str, list[Outcome]], name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_each_sample_is_trained_on_once(done: dict[str, list[Outcome]], name: str) -> None:
     assert sorted(row for read in values(done, name) for row in read) == [*range(50)]
+
+
+@seeds(range(0), 100, of=50)
+def test_any_run(seed: int) -> None:
+    names = [f"drawn_{each}" for each in range(50 * seed, 50 * seed + 50)]
+    done = job.run("tests.ray.cases", names, deadline=500)
+    for name in names:
+        for what, off in values(done, name):
+            assert off < TOLERANCE, f"{name}: {what}"

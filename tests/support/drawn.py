@@ -1,23 +1,25 @@
 """Runs that are drawn from a seed, each on one of the front ends."""
 
 import random
+from collections.abc import Sequence
 
 from tests.support.front_ends import FRONT_ENDS
 from tests.support.front_ends.lightning import Fit
 from tests.support.run import OPTIMIZERS, Run
 
+ANY = [name for name in FRONT_ENDS if name != "deepspeed"]
 UNUSED = ("unused", "sometimes", "turns")
 
 
-def draw(seed: int) -> tuple[str, Run]:
-    """Return a front end, and a run that it can do."""
+def draw(seed: int, of: Sequence[str] = ANY, worlds: Sequence[int] = ()) -> tuple[str, Run]:
+    """Return one of these front ends, and a run that it can do on one of these numbers of ranks."""
     pick = random.Random(seed)
-    front_end = pick.choice([name for name in FRONT_ENDS if name != "deepspeed"])
+    front_end = pick.choice(of)
     if front_end == "lightning":
-        return front_end, _fit(pick, seed)
+        return front_end, _fit(pick, seed, worlds or (2, 2, 3, 3, 4))
     lengths = [0]
     while not any(lengths):
-        lengths = [pick.choice((0, 1, 2, 3, 5)) for _ in range(pick.choice((2, 3, 3)))]
+        lengths = [pick.choice((0, 1, 2, 3, 5)) for _ in range(pick.choice(worlds or (2, 3, 3)))]
     accumulate = pick.choice((1, 1, 2, 3))
     if front_end == "transformers" and max(lengths) % accumulate:
         accumulate = 1  # Trainer divides an epoch's last window by the number of batches that this one has
@@ -38,9 +40,9 @@ def draw(seed: int) -> tuple[str, Run]:
     )
 
 
-def _fit(pick: random.Random, seed: int) -> Fit:
+def _fit(pick: random.Random, seed: int, worlds: Sequence[int]) -> Fit:
     """Return what Lightning can do besides: lengths that change, limits, models with unused parameters."""
-    world_size, epochs = pick.choice((2, 2, 3, 3, 4)), pick.choice((1, 2, 3))
+    world_size, epochs = pick.choice(worlds), pick.choice((1, 2, 3))
     changes, iterable = pick.choice((False, False, True)), pick.choice((False, True))
     most = pick.choice((2, 5, 12))
     drawn = [

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,12 @@ WIDTH, TOKENS, EXPERTS, CLASSES = 4, 3, 4, 3
 Batch = tuple[Tensor, Tensor]
 
 
-class Case(NamedTuple):
+def masked(batch: Batch) -> Batch:
+    return torch.zeros_like(batch[0]), torch.full_like(batch[1], -100)
+
+
+@dataclass(frozen=True)
+class Case:
     """A training over several ranks.
 
     Attributes:
@@ -25,9 +31,12 @@ class Case(NamedTuple):
         ranks_per_model: How many ranks share one set of experts.
         weighting: As in `Join`.
         placeholder: Likewise.
-        balance: Whether the loss has a term of what each expert is given.
+        balance: Whether the loss has a term of what each expert is given: `"local"` by the rank's own batch,
+            `"global"` by those of all ranks; or `""`.
+        bias: Whether experts that all ranks have given little are chosen more easily from the next step on.
         window: Over how many steps gradients are accumulated.
         clips: Whether gradients are clipped by their norm over all ranks.
+        manual: Whether Lightning's optimization is manual.
     """
 
     lengths: tuple[int, ...]
@@ -35,9 +44,11 @@ class Case(NamedTuple):
     ranks_per_model: int = 2
     weighting: str = "world"
     placeholder: Any = "last"
-    balance: bool = True
+    balance: str = "local"
+    bias: bool = False
     window: int = 1
     clips: bool = False
+    manual: bool = False
 
     def batch(self, rank: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed(100 * rank + step)
@@ -47,6 +58,14 @@ class Case(NamedTuple):
 
     def batches(self, rank: int) -> list[Batch]:
         return [self.batch(rank, step) for step in range(self.lengths[rank])]
+
+    def rows(self) -> list[list[int]]:
+        """Return by step how many each active rank has."""
+        steps = range(max(self.lengths))
+        return [[len(self.batch(rank, s)[0]) for rank, n in enumerate(self.lengths) if s < n] for s in steps]
+
+    def ends_window(self, step: int) -> bool:
+        return (step + 1) % self.window == 0 or step + 1 == max(self.lengths)
 
 
 class _Exchange(torch.autograd.Function):
@@ -67,21 +86,35 @@ class _Exchange(torch.autograd.Function):
 class Experts(nn.Module):
     """A layer of experts, each token's best two of them; none is dropped. Without a group all are here."""
 
-    def __init__(self, group: Any) -> None:
+    bias: Tensor
+    everyones: Tensor | None = None  # what each expert is given by all ranks, where one process knows it
+
+    def __init__(self, group: Any, case: Case) -> None:
         super().__init__()
-        self.group, self.count = group, 1 if group is None else group.size()
+        self.group, self.count, self.case = group, 1 if group is None else group.size(), case
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.weight = nn.Parameter(torch.empty(EXPERTS // self.count, WIDTH, WIDTH))
         self.balance: Any = 0.0
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+        self.given = torch.zeros(EXPERTS, dtype=torch.float64)  # in this window's steps
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         scores = self.router(tokens).softmax(-1)
-        gates, chosen = scores.topk(2, dim=-1)
+        chosen = (scores + self.bias).topk(2, dim=-1).indices
+        gates = scores.gather(1, chosen)
         expert, token = chosen.flatten(), torch.arange(len(tokens)).repeat_interleave(2)
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=EXPERTS)
-        self.balance = (counts.double() / counts.sum().clamp(min=1) * scores.mean(0)).sum()
+        if self.training:
+            self.given = self.given + counts
+        shares = counts.double()
+        if self.case.balance == "global":
+            if self.group is not None:
+                dist.all_reduce(shares)
+            elif self.everyones is not None:
+                shares = self.everyones
+        self.balance = (shares / shares.sum().clamp(min=1) * scores.mean(0)).sum()
         sent = tokens[token[order]]
         if self.group is None:
             done = self._run(sent, counts)
@@ -109,17 +142,17 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, case: Case, group: Any = None) -> None:
         super().__init__()
-        self.first, self.experts, self.head = nn.Linear(WIDTH, WIDTH), Experts(group), nn.Linear(WIDTH, CLASSES)
+        self.first, self.experts, self.head = nn.Linear(WIDTH, WIDTH), Experts(group, case), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.experts(torch.tanh(self.first(x))))
         return out
 
 
-def make(group: Any = None, place: int = 0) -> Net:
-    net, generator = Net(group).double(), torch.Generator().manual_seed(0)
+def make(case: Case, group: Any = None, place: int = 0) -> Net:
+    net, generator = Net(case, group).double(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in net.parameters():
             rows = EXPERTS if p.ndim == 3 else len(p)
@@ -139,15 +172,21 @@ def make_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 def reference(case: Case) -> Net:
     """Return what one process trains on the batches of all ranks."""
-    net = make()
+    net = make(case)
     optimizer, world = make_optimizer(net.parameters()), len(case.lengths)
     for step in range(max(case.lengths)):
         batches = [case.batch(rank, step) for rank, length in enumerate(case.lengths) if step < length]
         rows = sum(len(x) for x, _ in batches)
+        before = net.experts.given
+        with torch.no_grad():
+            for x, _ in batches:
+                net(x)
+        net.experts.everyones, net.experts.given = net.experts.given - before, before
         for x, y in batches:
             weights = {"world": 1 / world, "active": 1 / len(batches), "samples": len(x) / rows}
-            (loss_of(case, net(x), y, net) * weights[case.weighting]).backward()
-        if (step + 1) % case.window == 0 or step + 1 == max(case.lengths):
+            (loss_of(case, net(x), y, net) * weights[case.weighting] / case.window).backward()
+        if case.ends_window(step):
+            rebias(net, net.experts.given)
             if case.clips:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.2)
             optimizer.step()
@@ -155,45 +194,41 @@ def reference(case: Case) -> Net:
     return net
 
 
-class Spread:
-    """This rank's part of the model, and what trains it."""
+def rebias(net: Net, given: Tensor) -> None:
+    if net.experts.case.bias:
+        net.experts.bias.add_(0.05 * torch.sign(given.mean() - given))
+    net.experts.given = torch.zeros_like(given)
 
-    def __init__(self, case: Case, rank: int) -> None:
+
+class Part:
+    """This rank's part of the model."""
+
+    def __init__(self, case: Case) -> None:
         world, shared = len(case.lengths), case.ranks_per_model
         mesh = init_device_mesh("cpu", (world // shared, shared), mesh_dim_names=("copies", "experts"))
         self.case, self.world, self.copies = case, world, mesh["copies"].get_group()
         self.experts_group, self.place = mesh["experts"].get_group(), mesh["experts"].get_local_rank()
-        self.net = make(self.experts_group, self.place)
+        self.net = make(case, self.experts_group, self.place)
         self.own = self.net.experts.weight
-        self.model: Any = self.net
-        if case.wrap == "ddp":
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.net, ["experts.weight"])
-            self.model = DistributedDataParallel(self.net)
-        else:
-            fully_shard(self.net, mesh=init_device_mesh("cpu", (world,)), ignored_params={self.own})
-        self.optimizer = make_optimizer(self.net.parameters())
 
-    def run(self, batches: Iterable[Batch], each: Callable[[], None] = lambda: None) -> None:
-        """Train on what is given, one step for each."""
-        case = self.case
-        for step, (x, y) in enumerate(batches):
-            syncs = (step + 1) % case.window == 0 or step + 1 == max(case.lengths)
-            if case.wrap == "fsdp":
-                self.model.set_requires_gradient_sync(syncs)
-            with self.model.no_sync() if case.wrap == "ddp" and not syncs else nullcontext():
-                loss_of(case, self.model(x), y, self.net).backward()
-            if syncs:
-                self.step()
-            each()
+    def hide(self, module: nn.Module, name: str = "") -> None:
+        """Have DDP of `module`, in which the net has this name, ignore the experts."""
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [f"{name}experts.weight"])
 
-    def step(self) -> None:
+    def shard(self) -> None:
+        fully_shard(self.net, mesh=init_device_mesh("cpu", (self.world,)), ignored_params={self.own})
+
+    def before_step(self) -> None:
+        """Do what comes between a window's last backward and the optimizer's step."""
         assert self.own.grad is not None
         dist.all_reduce(self.own.grad, group=self.copies)
         self.own.grad /= self.world  # as gradients of the rest are averaged
+        given = self.net.experts.given.clone()
+        if self.case.bias:
+            dist.all_reduce(given)
+        rebias(self.net, given)
         if self.case.clips:
             self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def clip(self) -> None:
         assert self.own.grad is not None
@@ -207,9 +242,39 @@ class Spread:
         for each in (*local, self.own.grad):
             each.mul_(scale)
 
+    @property
     def parameters(self) -> list[Tensor]:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.net.parameters()]
         return [each.detach().clone() for each in whole]
+
+
+class Spread(Part):
+    """With what trains it in a loop of one's own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.model: Any = self.net
+        if case.wrap == "ddp":
+            self.hide(self.net)
+            self.model = DistributedDataParallel(self.net)
+        else:
+            self.shard()
+        self.optimizer = make_optimizer(self.net.parameters())
+
+    def run(self, batches: Iterable[Batch], each: Callable[[], None] = lambda: None) -> None:
+        """Train on what is given, one step for each."""
+        case = self.case
+        for step, (x, y) in enumerate(batches):
+            syncs = case.ends_window(step)
+            if case.wrap == "fsdp":
+                self.model.set_requires_gradient_sync(syncs)
+            with self.model.no_sync() if case.wrap == "ddp" and not syncs else nullcontext():
+                (loss_of(case, self.model(x), y, self.net) / case.window).backward()
+            if syncs:
+                self.before_step()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            each()
 
 
 def check(case: Case, ranks: Sequence[tuple[int, list[Tensor]]]) -> None:
@@ -218,4 +283,4 @@ def check(case: Case, ranks: Sequence[tuple[int, list[Tensor]]]) -> None:
     for place, parameters in ranks:
         for mine, whole in zip(parameters, expected, strict=True):
             part = whole[place * len(mine) : (place + 1) * len(mine)] if whole.ndim == 3 else whole
-            assert (mine - part).abs().max() <= 1e-10
+            assert (mine - part).abs().max() <= 1e-9

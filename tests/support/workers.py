@@ -146,10 +146,8 @@ class Workers:
                 rank = by_connection[connection]  # type: ignore[index]
                 try:
                     outcomes[rank] = connection.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    self._processes[rank].join(1.0)
-                    code = self._processes[rank].exitcode
-                    outcomes[rank] = Outcome(error="the process ended", trace=f"exit code {code}\n", ends=True)
+                except (EOFError, ConnectionResetError):
+                    outcomes[rank] = Outcome(error="the process ended", trace=self._how_it_ended(rank), ends=True)
                 if outcomes[rank].ends:
                     process = self._processes.pop(rank)
                     process.kill()
@@ -170,12 +168,21 @@ class Workers:
 
     def _ensure(self, rank: int) -> None:
         if rank in self._processes:
-            return
+            if self._processes[rank].is_alive():
+                return
+            how = self._how_it_ended(rank)
+            self._kill()
+            raise WorkerError(f"The process of rank {rank} ended after its last run: {how}")
         ours, theirs = _CONTEXT.Pipe()
+        Path(self._stack_file(rank)).write_text("")
         process = _CONTEXT.Process(target=_serve, args=(theirs, rank, self._stack_file(rank), self.device), daemon=True)
         process.start()
         theirs.close()
         self._processes[rank], self._connections[rank] = process, ours
+
+    def _how_it_ended(self, rank: int) -> str:
+        self._processes[rank].join(1.0)
+        return f"exit code {self._processes[rank].exitcode}\n{Path(self._stack_file(rank)).read_text()}"
 
     def _stack_file(self, rank: int) -> str:
         return str(Path(self._folder.name) / f"stacks-{rank}")
@@ -222,6 +229,7 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
         # Anew each time: Lightning puts back the signal handlers that Python knows of, and not this one.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(stacks)  # a process that crashes says where
         _started[0] = time.monotonic()
         connected = None
         try:

@@ -2,7 +2,6 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,57 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 from tests.covering import others_long
-from tests.support import experts, inside
-from tests.support.experts import Batch, Case, Spread
+from tests.support import inside
+from tests.support.experts import Batch
+from tests.support.front_ends.experts import Stream
 from tests.support.joinables import Counter
 from tests.support.workers import WorkerError, Workers
 from torch_join import Join, JoinMonitor, JoinTypeError, JoinValueError
 from torch_join._schedule.placeholders import without_rows
-
-
-def masked(batch: Batch) -> Batch:
-    return torch.zeros_like(batch[0]), torch.full_like(batch[1], -100)
-
-
-class Stream:
-    """Batches without a length."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
-
-
-def train(rank: int, case: Case, streams: bool) -> tuple[int, list[Tensor]]:
-    spread = Spread(case, rank)
-    seen: list[tuple[bool, tuple[int, ...]]] = []
-    options: Any = {"weighting": case.weighting, "placeholder": case.placeholder}
-    with Join([spread.model, spread.optimizer], **options) as join:
-        batches = case.batches(rank)
-        spread.run(
-            join.batches(Stream(batches) if streams else batches),
-            lambda: seen.append((join.joined, join.active_ranks)),
-        )
-    active = [tuple(r for r, n in enumerate(case.lengths) if step < n) for step in range(max(case.lengths))]
-    assert seen == [(rank not in ranks, ranks) for ranks in active]
-    return spread.place, spread.parameters()
-
-
-CASES = {
-    "rows": Case((1, 4, 0, 3), placeholder="rows"),
-    "last, by samples": Case((0, 3, 2, 4), weighting="samples", clips=True),
-    "masked, active": Case((2, 1, 4, 0), placeholder=masked, weighting="active", ranks_per_model=4, balance=False),
-    "fsdp": Case((1, 3), "fsdp", weighting="samples", placeholder="rows", window=2),
-    "fsdp, last": Case((0, 2, 5, 3), "fsdp", weighting="active", clips=True),
-}
-
-
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_experts_are_those_of_one_process(workers: Workers, name: str, streams: bool) -> None:
-    case = CASES[name]
-    experts.check(case, workers.run(len(case.lengths), train, case, streams))
 
 
 def stages() -> list[nn.Sequential]:
