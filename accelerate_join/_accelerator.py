@@ -145,14 +145,14 @@ def gather_in_order(
 
     Args:
         accelerator: The accelerator.
-        rows: See `torch_join.Join.gather`.
-        indices: See `torch_join.Join.gather`.
+        rows: See `torch_join.Join.gather_in_order`.
+        indices: See `torch_join.Join.gather_in_order`.
         rank: The process that gets the result; by default all do.
         order: `"dataset"` (the default if there are `indices`): all processes have the same dataset, and indices refer
             to it. `"shards"`: each process has its own dataset.
 
     Returns:
-        See `torch_join.Join.gather`.
+        See `torch_join.Join.gather_in_order`.
 
     Raises:
         JoinValueError: On all processes, if some process's rows cannot be joined; or if there are no indices and no

@@ -30,7 +30,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.pytorch", "lightning.fabric"):
     from lightning_join._callback import JoinCallback
     from lightning_join._monitor import JoinMonitor
     from lightning_join._names import names as _names
-    from lightning_join._predicting.gather import gather_predictions
+    from lightning_join._predicting.gather import gather_in_order, gather_predictions
     from lightning_join._predicting.writer import JoinPredictionWriter, read_predictions
     from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
     from lightning_join._strategy import DDPJoinStrategy
@@ -52,6 +52,7 @@ __all__ = [
     "ModelParallelJoinStrategy",
     "PeerFailedError",
     "UnsupportedError",
+    "gather_in_order",
     "gather_predictions",
     "read_predictions",
 ]

@@ -121,7 +121,7 @@ def gather_given(
     order: Literal["dataset", "shards"] | None = None,
     is_dealt_out: bool = False,
 ) -> Any:
-    """Do what `Join.gather` documents with the user's rows: one structure, a list of one for each batch, or `None`.
+    """Do what `Join.gather_in_order` documents, with one structure, a list of one for each batch, or `None`.
 
     Args:
         rows: The user's rows.

@@ -16,7 +16,7 @@ from torch_join._handover.audit import Often
 from torch_join._monitor.monitor import JoinMonitor
 from torch_join._participants._torch.joinable import unwrap
 from torch_join._participants.arguments import check_given, check_options, common_group, listed
-from torch_join._participants.options import Options, renamed
+from torch_join._participants.options import Options, by_old_name, renamed
 from torch_join._schedule.placeholders import Placeholder
 from torch_join._tail.alone import AloneDriver
 from torch_join._tail.loop import LoopDriver
@@ -255,7 +255,7 @@ class Join(TorchJoin):
         """
         return self._driver.weigh(value)
 
-    def gather(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
+    def gather_in_order(self, rows: Any, indices: Any = None, rank: int | None = None) -> Any:
         """Return all ranks' results for their samples, in order; all ranks call it, after a loop.
 
         ```python
@@ -263,7 +263,7 @@ class Join(TorchJoin):
         for batch in join.batches(loader):
             rows.append({"logits": model(batch["x"]), "names": batch["names"]})
             indices.append(batch["index"])
-        everything = join.gather(rows, indices)
+        everything = join.gather_in_order(rows, indices)
         ```
 
         With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row.
@@ -285,11 +285,13 @@ class Join(TorchJoin):
             JoinValueError: On all ranks, if some rank's rows cannot be joined; the message has the rank and the part.
             JoinError: Some ranks have run out of batches, and others have not.
         """
-        self._driver.check_together("join.gather")
+        self._driver.check_together("join.gather_in_order")
         if indices is None:
             self._driver.check_rows(rows)
         members = self._driver.members
         return gather_given(rows, indices, members.group, rank)
+
+    gather = by_old_name("gather", gather_in_order)
 
     @property
     def backward_collectives(self) -> bool:

@@ -175,14 +175,14 @@ class Joins:
         With `order="shards"`, rows are in order of ranks, and for each rank in order of its indices, or of its batches.
 
         Args:
-            rows: See `torch_join.Join.gather`.
-            indices: See `torch_join.Join.gather`.
+            rows: See `torch_join.Join.gather_in_order`.
+            indices: See `torch_join.Join.gather_in_order`.
             rank: The rank that gets the result; by default all do.
             order: `"dataset"` (the default if there are `indices`): all ranks have the same dataset, and indices refer
                 to it. `"shards"`: each rank has its own dataset.
 
         Returns:
-            See `torch_join.Join.gather`.
+            See `torch_join.Join.gather_in_order`.
 
         Raises:
             JoinValueError: On all ranks, if some rank's rows cannot be joined; or if there are no indices and no

@@ -1,4 +1,4 @@
-"""`gather_predictions`: the results of `trainer.predict` on all ranks, in order."""
+"""`gather_in_order`: the results of `trainer.predict` on all ranks, in order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,11 @@ import lightning.pytorch as pl
 
 from lightning_join._predicting.order import Order, Reading, agree, describe, is_copy, read_indices
 from torch_join import JoinError, JoinTypeError, JoinValueError
-from torch_join.integration import gather_in_order
+from torch_join.integration import by_old_name
+from torch_join.integration import gather_in_order as gather_batches
 
 
-def gather_predictions(
+def gather_in_order(
     trainer: "pl.Trainer",
     predictions: Any,
     rank: int | None = None,
@@ -22,7 +23,7 @@ def gather_predictions(
 
     ```python
     predictions = trainer.predict(model, loader)
-    everything = gather_predictions(trainer, predictions)
+    everything = gather_in_order(trainer, predictions)
     ```
 
     If a sampler deals the dataset out to the ranks (Lightning's, torch's, ours, or one with the attributes `rank`
@@ -78,7 +79,7 @@ def gather_predictions(
             f" lists ({error})."
         )
     found = [
-        gather_in_order(
+        gather_batches(
             batches[place],
             known[place] if in_order else None,
             rank=rank,
@@ -88,6 +89,9 @@ def gather_predictions(
         for place, (by_rank, in_order) in enumerate(agree(mine))
     ]
     return found[0] if len(found) == 1 else found
+
+
+gather_predictions = by_old_name("gather_predictions", gather_in_order)
 
 
 def _by_loader(trainer: "pl.Trainer", predictions: Any, count: int) -> list[Sequence[Any]]:

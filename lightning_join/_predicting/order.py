@@ -14,7 +14,7 @@ from torch_join.integration import gather_objects, name_ranks
 
 Order: TypeAlias = Literal["dataset", "shards"]
 _INSTEAD = (
-    "Return the samples' indices from predict_step and give them as `indices` to gather_predictions; or ask for"
+    "Return the samples' indices from predict_step and give them as `indices` to gather_in_order; or ask for"
     " order='shards', which is by rank, and on each rank in the order in which it has read."
 )
 

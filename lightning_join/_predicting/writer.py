@@ -15,7 +15,7 @@ from torch_join.integration import FileRows, RowsPart, read_rows
 
 
 class JoinPredictionWriter(BasePredictionWriter):
-    """Writes all ranks' predictions to one file, in the order of `gather_predictions`, in bounded memory.
+    """Writes all ranks' predictions to one file, in the order of `gather_in_order`, in bounded memory.
 
     ```python
     trainer = Trainer(strategy="ddp_join", callbacks=[JoinPredictionWriter("predictions.rows")])
@@ -29,7 +29,7 @@ class JoinPredictionWriter(BasePredictionWriter):
 
     Args:
         path: The path of the file, on a file system that all ranks share. An existing file is replaced at the end.
-        order: As in `gather_predictions`.
+        order: As in `gather_in_order`.
 
     Raises:
         JoinError: On all ranks, if some rank's predictions lack a row for each sample, if the file cannot be written,
@@ -95,7 +95,7 @@ def read_predictions(path: str | os.PathLike[str]) -> FileRows | list[FileRows]:
     """Return the predictions that a `JoinPredictionWriter` wrote; each is read only on access.
 
     `predictions[i]` is the prediction of one sample, `predictions[i:j]` a structure like a batch's, and
-    `predictions[:]` the result of `gather_predictions`. A loop iterates over the samples, in bounded memory.
+    `predictions[:]` the result of `gather_in_order`. A loop iterates over the samples, in bounded memory.
 
     Args:
         path: The path of the file. It holds pickles, which can run code: read only files that you trust.

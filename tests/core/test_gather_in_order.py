@@ -56,10 +56,10 @@ def without_indices(rank: int, lengths: Lengths, how: str) -> Any:
     with Join([DistributedDataParallel(net)], enable=how != "disabled") as join:
         rows: Any = [rows_of(each) for _, each in enumerate(join.batches(mine))]
         if how == "one structure":
-            return join.gather(rows_of([index for each in mine for index in each]) if mine else None)
+            return join.gather_in_order(rows_of([index for each in mine for index in each]) if mine else None)
         if how != "after":
-            return join.gather(rows)
-    return join.gather(rows)
+            return join.gather_in_order(rows)
+    return join.gather_in_order(rows)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def in_a_step(rank: int, at: int) -> Any:
             with torch.no_grad():
                 ddp(torch.ones(1, 3).double())
             if step == at:
-                found = join.gather([torch.tensor([10 * rank + index])])
+                found = join.gather_in_order([torch.tensor([10 * rank + index])])
     return found.tolist() if found is not None else None
 
 
 def test_in_a_step(workers: Workers) -> None:
     assert workers.run(2, in_a_step, 1) == [[1, 11]] * 2
     first, second = workers.outcomes(2, in_a_step, 2)
-    assert "JoinError: join.gather was called in a step for which rank 0 had no batch" in second.error
+    assert "JoinError: join.gather_in_order was called in a step for which rank 0 had no batch" in second.error
     assert "call it after the loop" in second.error
     assert "PeerFailedError: Rank 1 failed" in first.error
 
@@ -129,7 +129,7 @@ def after_a_plain_loop(rank: int) -> Any:
     with Join([ddp]) as join:
         for _ in range(rank + 1):
             ddp(torch.ones(1, 3).double()).sum().backward()
-        join.gather(None)
+        join.gather_in_order(None)
 
 
 def test_after_a_plain_loop(workers: Workers) -> None:
@@ -174,7 +174,7 @@ def gather_badly(rank: int) -> dict[str, str]:
     said = {}
     for kind, (rows, indices, _) in BAD.items():
         with Join([nn.Linear(1, 1)]) as join, pytest.raises(ValueError, match=r"rows|ranks") as error:
-            join.gather(rows(rank), indices(rank))
+            join.gather_in_order(rows(rank), indices(rank))
         said[kind] = str(error.value)
     with pytest.raises(ValueError, match="in the same way"):
         gather_in_order([[1]], rank=rank)
@@ -185,3 +185,8 @@ def test_what_cannot_be_joined_raises_by_name_on_all_ranks(workers: Workers) -> 
     for said in workers.run(2, gather_badly):
         for kind, (_, _, text) in BAD.items():
             assert text in said[kind]
+
+
+def test_its_old_name_works() -> None:
+    with Join([network()]) as join, pytest.warns(FutureWarning, match="gather is called gather_in_order now"):
+        assert join.gather([torch.ones(2)]).tolist() == [1, 1]

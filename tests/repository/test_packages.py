@@ -32,19 +32,19 @@ PUBLIC = {
         VERSION Begin Beginning Changes Channel Count Deal Dealer Driver EpochRecord Evened EvenedLoader FileRows
         JoinOptions LoaderPlace Lockstep LockstepJoin LoopDriver ModelShadow ModuleMetrics Often Options Order
         Participant Placeholder PlaceholderLockstep Position RankRecord ReadStep Reader Rebalancing RefillGuard
-        Resuming RowsPart SideBySide StepDriver StepMirror StopSignals Stopwatch broadcast check_monitored check_names
-        closed dealer_of dealt_again draws_exactly draws_globally driver_of factor_of_count follow_sharded_model
-        forget_states gather_given gather_in_order gather_objects global_kept group_options has_epoch holds_parts
-        in_backward in_turn is_closed is_communication_error is_engine is_length_certain is_sharded_model join_rows
-        join_with keeps_place leads_to length_of listed make_placeholder name_ranks naming_missing open_channel
-        own_loops place_of_state read_rows refuse_misspelt refuse_position renamed resumed_at runs_in_ray sampler_of
-        set_own setting sharded_lockstep_join showing_options state_of steps_of take_group_options telling_failures
-        told_epochs use_device warn_renamed whole_signature without_rows
+        Resuming RowsPart SideBySide StepDriver StepMirror StopSignals Stopwatch broadcast by_old_name check_monitored
+        check_names closed dealer_of dealt_again draws_exactly draws_globally driver_of factor_of_count
+        follow_sharded_model forget_states gather_given gather_in_order gather_objects global_kept group_options
+        has_epoch holds_parts in_backward in_turn is_closed is_communication_error is_engine is_length_certain
+        is_sharded_model join_rows join_with keeps_place leads_to length_of listed make_placeholder name_ranks
+        naming_missing open_channel own_loops place_of_state read_rows refuse_misspelt refuse_position renamed
+        resumed_at runs_in_ray sampler_of set_own setting sharded_lockstep_join showing_options state_of steps_of
+        take_group_options telling_failures told_epochs use_device warn_renamed whole_signature without_rows
     """,
     lightning_join: """
         DDPJoinStrategy DeepSpeedJoinStrategy EarlyTerminationError FSDPJoinStrategy JoinCallback JoinError
         JoinMonitor JoinPredictionWriter JoinTimeoutError JoinTypeError JoinValueError ModelParallelJoinStrategy
-        PeerFailedError UnsupportedError gather_predictions read_predictions
+        PeerFailedError UnsupportedError gather_in_order gather_predictions read_predictions
     """,
     accelerate_join: """
         Accelerator EarlyTerminationError JoinError JoinTimeoutError JoinTypeError JoinValueError
@@ -61,7 +61,7 @@ def test_public_names(module: Any) -> None:
 
 def test_public_names_of_join() -> None:
     model = torch.nn.Linear(1, 1)
-    names = "active_ranks all_gather backward_collectives batch_owner batches gather joined"
+    names = "active_ranks all_gather backward_collectives batch_owner batches gather gather_in_order joined"
     names += " load_state_dict notify_join_context owner_batch_idx state_dict step stop_requested weigh"
     for join in (torch_join.Join, torch_join.Join([model, torch.optim.SGD(model.parameters(), 0.1)])):
         assert [name for name in dir(join) if not name.startswith("_")] == names.split()

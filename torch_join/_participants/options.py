@@ -134,6 +134,17 @@ def renamed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def by_old_name(old: str, function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function under its old name, which works until 0.3.0."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        JoinFutureWarning.warn(f"{old} is called {function.__name__} now. The old name works until 0.3.0.")
+        return function(*args, **kwargs)
+
+    call.__name__, call.__doc__ = old, f"Call `{function.__name__}`, which had this name until 0.3.0."
+    return call
+
+
 def showing_options(function: Callable[P, R]) -> Callable[P, R]:
     """Make the signature of a function that passes `**options` on show the keyword arguments of `Join`."""
     whole = signature(function)

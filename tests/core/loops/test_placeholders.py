@@ -307,7 +307,7 @@ def refused(rank: int, how: str) -> None:
             if how == "break" and rank == 1:
                 break
         if how == "gather":
-            join.gather(outputs)
+            join.gather_in_order(outputs)
 
 
 REFUSED = {

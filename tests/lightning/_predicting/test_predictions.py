@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_join import (
     JoinCallback,
     JoinPredictionWriter,
-    gather_predictions,
+    gather_in_order,
     read_predictions,
 )
 from tests.support.front_ends.lightning import Fit, build_trainer
@@ -161,7 +161,7 @@ def predict(rank: int, case: Case) -> tuple[list[list[int]], Any, Any]:
     # A daemon, as these workers are, may have no processes of its own, and a loader may.
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
         predictions = trainer.predict(module, loaders if len(loaders) > 1 else loaders[0], return_predictions=True)
-    gathered = gather_predictions(trainer, predictions, case.to, order=case.order)
+    gathered = gather_in_order(trainer, predictions, case.to, order=case.order)
     assert sorted(Path(case.folder).glob("*rank*")) == [] or rank > 0  # rank 0 is the last to come out of the end
     written = read_predictions(path) if path.exists() else None
     if written is None:
@@ -257,7 +257,7 @@ def predict_with_indices(rank: int) -> Any:
     loaders = [each.make(rank, 2, 0) for each in case.loaders]
     found: Any = trainer.predict(module, loaders, return_predictions=True)
     rows = [[each["rows"] for each in batches] for batches in found]
-    return gather_predictions(trainer, rows, indices=[[-each["index"] for each in batches] for batches in found])
+    return gather_in_order(trainer, rows, indices=[[-each["index"] for each in batches] for batches in found])
 
 
 def test_indices_of_the_users_own(workers: Workers) -> None:
@@ -268,7 +268,7 @@ def test_indices_of_the_users_own(workers: Workers) -> None:
 
 class AtTheEnd(Predicting):
     def on_predict_epoch_end(self) -> None:
-        self.gathered = gather_predictions(self.trainer, self.trainer.predict_loop.predictions)
+        self.gathered = gather_in_order(self.trainer, self.trainer.predict_loop.predictions)
 
 
 def predict_by_callback(rank: int) -> Any:
@@ -278,7 +278,7 @@ def predict_by_callback(rank: int) -> Any:
         Fit((1, 1)), strategy=DDPStrategy(), callbacks=[JoinCallback()], use_distributed_sampler=True
     )
     predictions = trainer.predict(module, case.loaders[0].make(rank, 2, 0), return_predictions=True)
-    return module.gathered, gather_predictions(trainer, predictions)
+    return module.gathered, gather_in_order(trainer, predictions)
 
 
 def test_in_a_hook_and_with_a_plain_strategy(workers: Workers) -> None:
@@ -358,8 +358,8 @@ def predict_unknown(rank: int, kind: str, folder: str) -> tuple[str, str, int, b
         trainer = build_trainer(Fit((1, 1)), use_distributed_sampler=injects)
         predictions = trainer.predict(OneByOne(Case()), unknown(rank, kind), return_predictions=True)
         with pytest.raises(UnsupportedError, match="order") as gathering:
-            gather_predictions(trainer, predictions, order=order)
-        rows = len(gather_predictions(trainer, predictions, order="shards"))
+            gather_in_order(trainer, predictions, order=order)
+        rows = len(gather_in_order(trainer, predictions, order="shards"))
         writer = JoinPredictionWriter(f"{folder}/rows", order)
         with pytest.raises(UnsupportedError, match="order") as writing:
             build_trainer(Fit((1, 1)), use_distributed_sampler=injects, callbacks=[writer]).predict(
@@ -396,7 +396,7 @@ def gather_badly(rank: int) -> list[str]:
     ]
     for one, given, indices in tries:
         with pytest.raises(JoinError) as error:
-            gather_predictions(one, given, indices=indices)
+            gather_in_order(one, given, indices=indices)
         said.append(str(error.value))
     return said
 
