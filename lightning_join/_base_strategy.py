@@ -26,7 +26,7 @@ from lightning_join._packages import check_packages
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._strategy_protocol import JoiningStrategy
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process
-from torch_join import UnsupportedError, Weighting
+from torch_join import JoinTypeError, UnsupportedError, Weighting
 from torch_join.integration import (
     Channel,
     ModuleMetrics,
@@ -46,6 +46,12 @@ _OF_A_RUN = (
     *("channel", "driver", "join", "metrics", "_step_values", "_manual"),
     *("sets_up", "gathers_alike", "around_step"),
 )
+# Arguments of `Join` that would otherwise go to DDP, and what to do instead.
+_OF_OTHER_LOOPS = {
+    "may_break": "Its loops end on all ranks together: set trainer.should_stop",
+    "monitor": "Pass a lightning_join.JoinMonitor among the callbacks",
+    "audit": "All ranks' state is compared in each epoch",
+}
 
 
 class Joining(JoiningStrategy):
@@ -85,6 +91,8 @@ class Joining(JoiningStrategy):
         **kwargs: Any,
     ) -> None:
         refuse_misspelt(*kwargs)
+        for name in kwargs.keys() & _OF_OTHER_LOOPS.keys():
+            raise JoinTypeError(f"A strategy of Lightning's Trainer takes no {name!r}. {_OF_OTHER_LOOPS[name]}.")
         super().__init__(*args, **kwargs)
         if enable_join is not None:
             warn_renamed("enable_join", "enable", both=enable_join and not enable)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import tempfile
 import warnings
 from functools import partial
@@ -114,17 +115,17 @@ def report_itself_on_even_inputs(rank: int) -> float:
     return _train(rank, RUN.but(lengths=(2, 2, 2)), lambda *_: ray.train.report({"loss": 1.0}))
 
 
-def all_rows(rank: int) -> tuple[float, list[list[int]], list[int]]:
+def all_rows(rank: int, size: int = 4, weighting: str = "samples") -> tuple[float, list[list[int]], list[int]]:
     """Return how far parameters are from those of one process on the batches that there were, and whose rows these."""
-    run = Run((0, 0, 0), epochs=2, weighting="samples")
+    run = Run((0, 0, 0), epochs=2, weighting=weighting)
     shard = ray.train.get_dataset_shard("rows")
     net = run.build()
     model, training = prepare_model(net), Training(run, net)
     mine: list[list[list[int]]] = []
-    with Join([model, *training.given], weighting="samples") as join:
+    with Join([model, *training.given], weighting=run.option) as join:
         for epoch in range(run.epochs):
             mine.append([])
-            for step, rows in enumerate(join.batches(shard.iter_torch_batches(batch_size=4))):
+            for step, rows in enumerate(join.batches(shard.iter_torch_batches(batch_size=size))):
                 mine[-1].append(rows["id"].tolist())
                 training.begin_step(epoch, step)
                 (model(_batch(mine[-1][-1])[0]) - _batch(mine[-1][-1])[1]).pow(2).mean().backward()
@@ -146,7 +147,13 @@ def _batch(ids: list[int]) -> Batch:
 
 
 def drawn(rank: int, seed: int) -> tuple[str, float]:
-    """Do any run by any front end; return what it was, and how far parameters are from those of one process."""
+    """Do any run by any front end, or on any share of Ray Data; return what it was, and how far it is off."""
+    pick = random.Random(seed)
+    if pick.random() < 0.15:
+        size, weighting = pick.randint(1, 9), pick.choice(("world", "active", "samples"))
+        off, read, _ = all_rows(rank, size, weighting)
+        assert [sorted(rows) for rows in read] == [[*range(61)]] * 2
+        return f"Ray Data: {size}, {weighting}", off
     front_end, run = draw(seed, OF, (job.WORKERS,))
     parameters = importlib.import_module(f"tests.support.front_ends.{front_end}").parameters
     return f"{front_end}: {run}", difference(parameters(rank, run), reference(run).parameters)

@@ -1,9 +1,12 @@
 """What workers do of which one kills itself in the tail of the first epoch, once."""
 
 import os
+import random
 import signal
 import tempfile
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +25,27 @@ from torch_join import Join
 from torch_join.ray import Report
 
 RUN = Fit((2, 8, 4), epochs=2, scheduler="step", ragged=True)
+Found = tuple[float, int, int]  # how far it is off, the step that was saved, and how many batches were trained on since
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run of which a rank is killed at its begin of a step, after all have saved at the end of another one."""
+
+    run: Fit = RUN
+    saved: int = 2
+    victim: tuple[int, int] = (1, 5)  # rank and step
+
+
+def drawn(seed: int) -> Killed:
+    pick = random.Random(seed)
+    lengths = [pick.randint(0, 3), pick.randint(5, 8), pick.randint(0, 8)]
+    pick.shuffle(lengths)
+    rank, longest = max(enumerate(lengths), key=lambda each: each[1])
+    step = pick.randint(2, longest - 1)
+    run = Fit(tuple(lengths), epochs=2, ragged=True, weighting=pick.choice(("world", "active", "samples")))
+    run = run.but(optimizer=pick.choice(("sgd", "adamw")), scheduler=pick.choice((None, "step")))
+    return Killed(run, pick.randint(0, step - 1), (rank, step))
 
 
 def _load() -> dict[str, Any] | None:
@@ -34,15 +58,16 @@ def _load() -> dict[str, Any] | None:
     return {**found, "folder": folder}
 
 
-def _kill_once(rank: int, epoch: int, step: int, is_new: bool) -> None:
-    if is_new and rank == 1 and (epoch, step) == (0, 5):
-        time.sleep(2)  # until Ray has taken the report of step 2 from all workers
+def _kill_once(case: Killed, rank: int, epoch: int, step: int, is_new: bool) -> None:
+    if is_new and epoch == 0 and (rank, step) == case.victim:
+        time.sleep(2)  # until Ray has taken the report from all workers
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plain_killed(rank: int) -> tuple[float, int, int]:
-    net, report, loaded = RUN.build(), Report(), _load()
-    model, training = prepare_model(net), Training(RUN, net)
+def plain_killed(rank: int, case: Killed = Killed()) -> Found:
+    run = case.run
+    net, report, loaded = run.build(), Report(), _load()
+    model, training = prepare_model(net), Training(run, net)
     trained, first = 0, -1
     if loaded is not None:
         net.load_state_dict(loaded["model"])
@@ -52,23 +77,23 @@ def plain_killed(rank: int) -> tuple[float, int, int]:
     with Join([model, *training.given, report]) as join:
         if loaded is not None:
             join.load_state_dict(loaded["join"])
-        for epoch in range(RUN.epochs):
-            for batch in join.batches(RUN.batches(rank, epoch)):
+        for epoch in range(run.epochs):
+            for batch in join.batches(run.batches(rank, epoch)):
                 step = join.step
-                _kill_once(rank, epoch, step, loaded is None)
+                _kill_once(case, rank, epoch, step, loaded is None)
                 training.begin_step(epoch, step)
-                for loss in RUN.losses(model, batch, rank, epoch, step):
+                for loss in run.losses(model, batch, rank, epoch, step):
                     training.backward(loss)
                 training.end_step(epoch, step)
                 trained += 1
-                if (epoch, step) == (0, 2):
+                if (epoch, step) == (0, case.saved):
                     states = [each.state_dict() for each in training.given]
                     state = {"model": net.state_dict(), "states": states, "join": join.state_dict(), "step": step}
                     with tempfile.TemporaryDirectory() as folder:
                         torch.save(state, f"{folder}/state.pt")
                         leads = rank == join.active_ranks[0]
                         report({"step": step}, ray.train.Checkpoint.from_directory(folder) if leads else None)
-    return difference([*net.parameters()], reference(RUN).parameters), first, trained
+    return difference([*net.parameters()], reference(run).parameters), first, trained
 
 
 class _Killed(lightning.Module):
@@ -78,14 +103,14 @@ class _Killed(lightning.Module):
 
 
 class _Reporting(pl.Callback):
-    def __init__(self, rank: int, is_new: bool) -> None:
-        self.rank, self.is_new = rank, is_new
+    def __init__(self, case: Killed, rank: int, is_new: bool) -> None:
+        self.case, self.rank, self.is_new = case, rank, is_new
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        _kill_once(self.rank, trainer.current_epoch, index, self.is_new)
+        _kill_once(self.case, self.rank, trainer.current_epoch, index, self.is_new)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if (trainer.current_epoch, trainer.global_step) != (0, 3):
+        if (trainer.current_epoch, trainer.global_step) != (0, self.case.saved + 1):
             return
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(f"{folder}/checkpoint.ckpt")
@@ -93,17 +118,24 @@ class _Reporting(pl.Callback):
             ray.train.report({}, ray.train.Checkpoint.from_directory(folder) if self.rank == 0 else None)
 
 
-def lightning_killed(rank: int) -> tuple[float, int, int]:
+def lightning_killed(rank: int, case: Killed = Killed()) -> Found:
     loaded = _load()
     trainer = lightning.build_trainer(
-        RUN,
+        case.run,
         strategy=RayDDPJoinStrategy(),
         devices="auto",
         plugins=[RayLightningEnvironment()],
-        callbacks=[_Reporting(rank, loaded is None)],
+        callbacks=[_Reporting(case, rank, loaded is None)],
     )
-    module = _Killed(RUN)
+    module = _Killed(case.run)
     path = None if loaded is None else f"{loaded['folder']}/checkpoint.ckpt"
     prepare_trainer(trainer).fit(module, ckpt_path=path, **lightning.ANY_CHECKPOINT)
-    off = difference([*module.net.parameters()], reference(RUN).parameters)
+    off = difference([*module.net.parameters()], reference(case.run).parameters)
     return off, -1 if loaded is None else loaded["step"], len(module.trained)
+
+
+def __getattr__(name: str) -> Any:
+    kind, _, seed = name.rpartition("_")
+    if kind not in ("plain_killed", "lightning_killed"):
+        raise AttributeError(name)
+    return partial(globals()[kind], case=drawn(int(seed)))

@@ -155,6 +155,12 @@ def test_a_misspelt_option_of_a_strategy_raises(module: Any, name: str) -> None:
     refuse_misspelt(*parameters(kind), *parameters(DistributedDataParallel), *parameters(FullyShardedDataParallel))
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_option_of_other_loops_raises(name: str) -> None:
+    with pytest.raises(JoinTypeError, match="Its loops end on all ranks together"):
+        getattr(lightning_join, name)(may_break=True)
+
+
 def test_signatures_show_all_options() -> None:
     from accelerate_join.transformers import JoinTrainer
 

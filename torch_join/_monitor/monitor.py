@@ -6,6 +6,7 @@ from multiprocessing.util import Finalize
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from torch_join._base.errors import JoinTypeError, JoinValueError, JoinWarning, name_ranks
 from torch_join._control.channel import Channel
@@ -66,6 +67,12 @@ class JoinMonitor:
         self._made, self._spent = time.monotonic(), 0.0
         self._at_exit: Finalize | None = None  # where something is yet to be written
         self.epochs: list[EpochRecord] = []
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # A trainer to which it was given as a callback asks for that one's hooks.
+        kinds = "lightning_join.JoinMonitor or accelerate_join.transformers.JoinMonitor, with the same arguments"
+        remedy = "" if name.startswith("_") else f". A trainer's callback is {kinds}"
+        raise AttributeError(f"'JoinMonitor' object has no attribute {name!r}{remedy}")
 
     def add_loop(
         self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool, number: int | None = None

@@ -303,3 +303,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor.write()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Report.HTML", "elsewhere"]
     assert "3 ranks, 2 epochs" in summary_of(tmp_path / "Report.HTML")
+
+
+def test_as_a_callback_of_a_trainer_it_names_the_one_that_is() -> None:
+    with pytest.raises(AttributeError, match="A trainer's callback is lightning_join"):
+        JoinMonitor().on_train_start()
