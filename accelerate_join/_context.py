@@ -96,7 +96,7 @@ def _context(
     if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting function cannot be used with gradient_accumulation_steps > 1: it would weight each batch by"
-            " its own count, not by the accumulation window's. Set it to 1 and use `for window in"
+            " its own count, not by the window's. Set it to 1 and use `for window in"
             " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but the"
             " last."
         )
@@ -403,9 +403,8 @@ class AcceleratorContext:
         """Warn, on a process that ran out before others, that its epochs and theirs were not the same."""
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
-                f"Rank {self._driver.members.name} went through a DataLoader that Accelerate has not prepared more than"
-                " once in join_uneven_inputs, and ran out of batches before others, so each of its epochs started while"
-                " the others were in the previous one. Loop over `join.batches(loader)`, or over"
-                " accelerator.join_batches(loader) without the `with`; wrap the data in"
-                " accelerate.data_loader.DataLoaderShard; or use a `with` for each epoch."
+                f"Rank {self._driver.members.name} finished before others, and had iterated over a DataLoader that"
+                " Accelerate has not prepared more than once in join_uneven_inputs, so the ranks were in different"
+                " epochs. Loop over `join.batches(loader)`, or over accelerator.join_batches(loader) without the"
+                " `with`; or use a `with` for each epoch."
             )

@@ -305,9 +305,8 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
                 JoinDataWarning.warn(
                     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
                     " iterable, or are dispatched from the main process: these repeat samples to fill their last"
-                    " batches. To train on each sample once, wrap each process's part of the stream in"
-                    " accelerate.data_loader.DataLoaderShard without preparing it. To keep this without a warning, pass"
-                    " even_batches=None."
+                    " batches. To train on each sample once, give each process its own part of the stream, unprepared."
+                    " To ignore this, pass even_batches=None."
                 )
         yield
 
@@ -417,8 +416,8 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which already gives this process 1 of"
             f" {sampler.num_replicas} samples. Accelerate splits these among {processes} processes again, so most"
-            " samples would never be used. Remove this sampler; or do not prepare the loader, and iterate over"
-            " join_batches(loader)."
+            " samples would never be used. Remove this sampler, or iterate over join_batches(loader) without preparing"
+            " it."
         )
 
 

@@ -239,11 +239,10 @@ class Operations(ActiveOperations, Participant):
         if for_metrics and not self._has_warned:
             self._has_warned = True
             JoinDataWarning.warn(
-                f"Rank {self.members.rank} has run out of batches and, for the rest of this loop, does not see what"
-                " other ranks gather for metrics. A metric that it computes itself lacks these samples; rank 0 sees all"
-                " of them if Accelerate has sharded the data. For a metric on all ranks, evaluate with"
-                " even_batches=True (outside the context, for example), or add up on each rank and reduce after the"
-                " loop."
+                f"Rank {self.members.rank} has finished, and does not see what the other ranks gather for metrics in"
+                " this loop. A metric that it computes itself lacks these samples; rank 0 has all of them if Accelerate"
+                " sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on each rank and"
+                " reduce after the loop."
             )
 
 

@@ -325,12 +325,12 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
     why = ""
     if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
         why = (
-            "What is left is known where Accelerate deals out the batches of a DataLoader (not of a stream, not with"
-            " split_batches, dispatch_batches or use_stateful_dataloader), or a sampler does that says its `rank` and"
-            " `num_replicas`"
+            "The remaining samples are known if Accelerate deals out the batches of a DataLoader (not of a stream, not"
+            " with split_batches, dispatch_batches or use_stateful_dataloader), or a sampler with `rank` and"
+            " `num_replicas` does"
         )
     elif lacks and (any(place["gives"] for place in amid) or not deals_out(loader)):
-        why = "With rebalance=True, or a sampler of one's own, all processes must have called save_state, not one alone"
+        why = "With rebalance=True or your own sampler, all processes must have called save_state"
     if why:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has another"

@@ -17,13 +17,13 @@ from torch_join.integration import is_engine, is_sharded_model
 
 PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher | SkipDataLoader
 _INSTEAD = (
-    "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer's"
-    " state, use FSDP or DeepSpeed to shard the model too, or give all processes equally many batches"
-    " (even_batches=True) and leave the context out"
+    "Use DistributedDataParallel (MULTI_GPU or MULTI_CPU), with a ZeroRedundancyOptimizer to shard the optimizer state;"
+    " FSDP or DeepSpeed to shard the model too; or the same number of batches on all processes (even_batches=True),"
+    " without the context"
 )
 _REASONS = {
     DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
-    DistributedType.XLA: "XLA compiles each step with its collectives, and no joined rank can issue them alone",
+    DistributedType.XLA: "XLA compiles each step with its collectives, which a joined rank cannot issue alone",
 }
 
 
@@ -55,7 +55,7 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
             )
     # `MULTI_`: by DDP, on any device.
     if not (kind.value.startswith("MULTI_") or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)):
-        reason = _REASONS.get(kind, "it trains neither by DistributedDataParallel nor by FSDP or DeepSpeed")
+        reason = _REASONS.get(kind, "it uses neither DistributedDataParallel nor FSDP or DeepSpeed")
         raise UnsupportedError(f"{name} does not support {kind.value}: {reason}. {_INSTEAD}.")
     return True
 

@@ -115,10 +115,9 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
         )
     if _compat.has_dataloaders(trainer):
         raise JoinValueError(
-            "The dataloaders were set up before JoinCallback could make the strategy join, usually because"
-            " LightningDataModule.setup or an earlier callback's setup reads trainer.estimated_stepping_batches. Put"
-            " JoinCallback first in the list of callbacks, read that value in LightningModule.setup or later, or use"
-            " Trainer(strategy='ddp_join')."
+            "The dataloaders were set up before JoinCallback, usually because LightningDataModule.setup or an earlier"
+            " callback reads trainer.estimated_stepping_batches. Put JoinCallback first in the list of callbacks, read"
+            " that value in LightningModule.setup or later, or use Trainer(strategy='ddp_join')."
         )
 
 

@@ -134,9 +134,9 @@ class JoinMonitor(Callback):
             self._warned = True
             rank_zero_only(JoinPerformanceWarning.warn)(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
-                f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...): over several epochs it pays to deal the"
-                " data out anew, or to give all ranks one dataset, which Lightning then shards."
-                + ("" if rebalancing else " With rebalance=True the strategy saves as much at once, by other steps.")
+                f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...). Over several epochs it pays to"
+                " redistribute the data, or to give all ranks one dataset, which Lightning shards."
+                + ("" if rebalancing else " rebalance=True saves as much at once, with other steps.")
                 + " Training is exact either way."
             )
 

@@ -9,8 +9,8 @@ from torch_join import JoinTypeError
 
 _OTHER = "pytorch_lightning"
 _REMEDY = (
-    "Import the Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`, or all of them from"
-    " `pytorch_lightning`, with `import pytorch_lightning_join` in place of `import lightning_join`."
+    "Import Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`; or all of them from"
+    " `pytorch_lightning`, with `import pytorch_lightning_join` instead of `import lightning_join`."
 )
 
 

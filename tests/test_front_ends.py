@@ -91,10 +91,10 @@ REFUSED = [
 # The same, and the ranks that are warned.
 WARNED = [
     ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has joined", (1,)),
-    ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each seems to be a shard of its own.", (0, 1)),
-    ("DealtAgain", ("lightning",), "so each seems to be a shard of its own.", (0,)),
-    ("Window", ("accelerate",), "where an accumulation has begun", (0, 1)),
-    ("Window", ("lightning",), "where an accumulation has begun", (0,)),
+    ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each seems to be that rank's own shard.", (0, 1)),
+    ("DealtAgain", ("lightning",), "so each seems to be that rank's own shard.", (0,)),
+    ("Window", ("accelerate",), "within an accumulation window", (0, 1)),
+    ("Window", ("lightning",), "within an accumulation window", (0,)),
     ("AverageOnOne", ("plain", "fabric", "accelerate"), "since not all ranks keep it: average", (0,)),
     ("Unfreezes", ("plain", "fabric", "accelerate"), "the ranks already differed in model 0", (0,)),
 ]

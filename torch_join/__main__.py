@@ -14,8 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser(
         "doctor",
         help="check versions, the connections between the ranks, and one uneven epoch",
-        description="Alone it starts three ranks on this machine; under torchrun it uses the job's. It prints a line"
-        " for each check, and ends with 1 if one has failed.",
+        description=(
+            "Alone, it starts three ranks on this machine; under torchrun, it uses the job's. It prints a line for each"
+            " check, and exits with 1 if one fails."
+        ),
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON document in place of the lines")
     return examine(parser.parse_args(arguments).json)

@@ -21,9 +21,9 @@ from torch_join._handover.transfer import collect, exchange
 
 Group = dist.ProcessGroup | None
 _NO_INDICES = (
-    "A dataset is dealt out to the ranks, and nobody knows which of its samples these are. Have the dataset return the"
-    " index with each sample, and give those of each batch as `indices`. Where each rank has a dataset of its own, pass"
-    " order='shards': then rows are in the order of the ranks, and on each in that of its batches."
+    "A sampler deals one dataset out to the ranks, so the order of these rows is unknown. Return the index with each"
+    " sample, and pass each batch's as `indices`. If each rank has its own dataset, pass order='shards': the rows are"
+    " then in order of ranks."
 )
 
 

@@ -324,17 +324,17 @@ class Joins:
         if uneven or (certain is not None and min(certain) != max(certain)):
             how = "have run out" if uneven else "will run out"
             raise JoinError(
-                f"A loop over a dataloader of Fabric's was started inside another one in which some ranks {how} of"
-                " batches before others and would miss their part. Evaluate after the loop, give the inner loop a"
-                f" DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable still holds the iterator of"
-                " an outer loop that is over, `del` it."
+                f"A loop over a Fabric dataloader was started inside another one in which some ranks {how} of batches"
+                " before others and would miss their part. Evaluate after the loop, give the inner loop a DataLoader"
+                f" that Fabric has not set up, or go {_BATCHES}. If a variable holds the iterator of a finished outer"
+                " loop, `del` it."
             )
 
     @contextmanager
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
         """Return a context for a loop in which ranks may have different numbers of batches and none serves another."""
         models: list[Any] = [participant.modules[0] for participant in driver.tail_log.models()]
-        within = "a loop over a dataloader of Fabric's, inside another one, of which ranks may have different numbers"
+        within = "a loop over a Fabric dataloader, inside another one, where ranks may have different numbers"
         with ExitStack() as stack:
             for model in models:
                 if getattr(model, "broadcast_buffers", False):  # once, instead of in each forward
@@ -479,7 +479,7 @@ class _Launcher(_compat.MultiProcessingLauncher):
 def _refuse_training(model: nn.Module, _: Any) -> None:
     if torch.is_grad_enabled() or holds_parts(model):
         raise JoinError(
-            "A model that was set up is called, with gradients or while it is sharded, in a loop over a dataloader of"
-            " Fabric's inside another one, where ranks may have different numbers of batches and none serves another."
-            f" Evaluate under torch.no_grad(), start one loop after the other, or go {_BATCHES}."
+            "A model that was set up is called, with gradients or while it is sharded, in a Fabric loop inside another"
+            " one, where ranks may have different numbers of batches and none serves another. Evaluate under"
+            f" torch.no_grad(), start one loop after the other, or go {_BATCHES}."
         )

@@ -126,10 +126,9 @@ class JoinFitLoop(FitLoop):
             return
         self._has_warned = True
         rank_zero_only(JoinWarning.warn)(
-            f"Rebalanced, the epoch has {steps} steps, and not {self.max_batches} as the trainer said before"
-            " (trainer.estimated_stepping_batches): a rank cannot give away as many batches as it would have to, for"
-            " their size or since they cannot be sent. A schedule made for the smaller number ends before the training:"
-            f" make it for {steps}."
+            f"With rebalance=True the epoch has {steps} steps, not the {self.max_batches} of"
+            " trainer.estimated_stepping_batches: a rank cannot give away enough batches, which are too large or cannot"
+            f" be sent. A schedule for the smaller number ends too early: make it for {steps}."
         )
 
     def set_steps(self, steps: int | float | None) -> None:
@@ -271,7 +270,7 @@ class JoinFitLoop(FitLoop):
             rank_zero_only(JoinWarning.warn)(
                 f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
                 f" ({name_ranks(ranks)}), at global step {trainer.global_step} or just before it. All ranks stop"
-                " together, after the next step at the latest. Set it on all ranks, by a value that they share."
+                " together, after the next step at the latest. Set it on all ranks, from a shared value."
             )
         return agreed
 
@@ -302,9 +301,9 @@ class JoinFitLoop(FitLoop):
             join.catch_up()  # in place: Lightning has taken references to the module's state for saving
         if self.epoch_loop._should_accumulate():
             rank_zero_only(JoinDataWarning.warn)(
-                f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, where an"
-                " accumulation has begun: no checkpoint of Lightning holds gradients, so that a resumed run leaves"
-                " these batches out. Save after the optimizer's step."
+                f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, within an"
+                " accumulation window: Lightning's checkpoints hold no gradients, so a resumed run loses these batches."
+                " Save after the optimizer's step."
             )
         state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # Lightning's own is what this replaces
         progress: Any = self.epoch_loop.batch_progress
@@ -388,10 +387,10 @@ class JoinFitLoop(FitLoop):
         if ready > 0 and anew:
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
             rank_zero_only(JoinDataWarning.warn)(
-                "You're resuming from a checkpoint that was written amid an epoch, and where train dataloaders were in"
-                f" it is not known ({names}: {why_unknown(record)}): these begin anew, so that what was trained on of"
-                " that epoch is trained on twice. Resume from a checkpoint of an epoch's end, or use dataloaders with"
-                " `state_dict` and `load_state_dict`."
+                "You're resuming from a checkpoint from the middle of an epoch, and the position of train dataloaders"
+                f" is unknown ({names}: {why_unknown(record)}). They start again, so some samples of that epoch are"
+                " trained on twice. Resume from a checkpoint of an epoch's end, or use dataloaders with `state_dict`"
+                " and `load_state_dict`."
             )
         try:
             fetcher.start()

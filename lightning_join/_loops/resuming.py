@@ -39,9 +39,9 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
     """Return the same for another strategy's checkpoint, which has the states of rank 0's dataloaders."""
     rank_zero_only(JoinDataWarning.warn)(
-        "The checkpoint was written in the middle of an epoch by a strategy that saves the state of rank 0's"
-        " dataloaders only. Every rank goes on from that state, so some batches may be trained on twice and"
-        " others not at all. Resume from the end of an epoch, or write checkpoints with strategy='ddp_join'."
+        "A strategy that saves only rank 0's dataloaders wrote this checkpoint in the middle of an epoch. Every rank"
+        " resumes from that state, so some batches may be trained on twice and others never. Resume from the end of an"
+        " epoch, or write checkpoints with strategy='ddp_join'."
     )
     old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
     return _state(taken, [_placed(old, keeper)] * world_size)
@@ -111,7 +111,7 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
     if not all(place and place.get("dealt") for place in places):
         rank_zero_only(JoinDataWarning.warn)(
             f"The checkpoint was written by {world} ranks and this job has {world_size}, so the states of its"
-            " dataloaders are left out: the next epoch begins with new ones."
+            " dataloaders are ignored: the next epoch starts with new ones."
         )
     return None
 

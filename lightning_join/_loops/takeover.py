@@ -93,7 +93,7 @@ def _results(trainer: Any) -> list[Any]:
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:
     # They save on the one rank that raised, and saving takes collectives that the other ranks never issue.
-    reason = "saving takes part of every rank, and the others would not. It is skipped: save every so many steps."
+    reason = "saving needs every rank, and the others would not take part. It is skipped: save every so many steps."
     for callback in list(trainer.callbacks):
         if isinstance(callback, OnExceptionCheckpoint):
             trainer.callbacks.remove(callback)

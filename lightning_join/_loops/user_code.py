@@ -66,7 +66,7 @@ class _Followed:
         return getattr, (self._owner, self._hook)
 
 
-STOPPED = "A step or a hook raised StopIteration, as a rule from next() on an iterator that has come to its end."
+STOPPED = "A step or a hook raised StopIteration, usually from next() on an exhausted iterator."
 
 
 # No generator: contextlib would take our RuntimeError, caused by a StopIteration, for one that Python raised.

@@ -14,8 +14,8 @@ from torch_join.integration import gather_objects, name_ranks
 
 Order: TypeAlias = Literal["dataset", "shards"]
 _INSTEAD = (
-    "Return the samples' indices from predict_step and give them as `indices` to gather_in_order; or ask for"
-    " order='shards', which is by rank, and on each rank in the order in which it has read."
+    "Return the samples' indices from predict_step and pass them as `indices` to gather_in_order; or pass"
+    " order='shards' for the order of ranks, and of each rank's reads."
 )
 
 
@@ -47,7 +47,7 @@ def why_unknown(loader: Any) -> str | None:
     if not isinstance(loader.batch_sampler, IndexBatchSampler):
         return "nobody records what its batch sampler draws"
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        return "with in_order=False its batches come in another order than its sampler has drawn them"
+        return "with in_order=False its batches come in another order than its sampler drew them"
     return None
 
 

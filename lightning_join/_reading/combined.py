@@ -54,7 +54,7 @@ class StatefulCombined(Combined):
     """
 
     __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
-    _remedy = "its sampler is one of torch's, which has no state: use torchdata.stateful_dataloader.sampler"
+    _remedy = "its sampler is one of torch's, which have no state: use torchdata.stateful_dataloader.sampler"
 
     def __init__(self, combined: CombinedLoader) -> None:
         super().__init__(combined)

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_several_ranks(workers: Workers, tmp_path: Path) -> None
     assert "written in the middle of an epoch by 2 ranks" in middle
     assert "this job has one process" in middle
     assert end[0] == [(1, 0), (1, 1), (1, 2)]
-    assert "the states of its dataloaders are left out" in end[1]
+    assert "the states of its dataloaders are ignored" in end[1]
     assert evaluated[0] == []
 
 

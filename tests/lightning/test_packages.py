@@ -84,7 +84,7 @@ def texts(rank: int) -> dict[str, str]:
 
 # Older trainers refuse any callback of another package before anybody is asked; so for some this is all there is.
 TRAINERS_REFUSE = "parent=" not in inspect.getsource(callback_connector._validate_callbacks_list)
-REMEDY = "Import the Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`, or all of them from"
+REMEDY = "Import Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`; or all of them from"
 EXPECTED = {
     "their trainer, our strategy": "DDPJoinStrategy, for the Trainer of `from lightning.pytorch import Trainer`",
     # There nothing of ours is asked: this is all that can be had.

@@ -185,7 +185,7 @@ def test_a_number_of_steps_stays(workers: Workers, worlds: tuple[int, int], step
 @newer
 @pytest.mark.parametrize(
     ("worlds", "lengths", "message"),
-    [((2, 3), (4, 4, 4), "What is left is known where"), ((2, 1), (), "can change the number of ranks only if")],
+    [((2, 3), (4, 4, 4), "The remaining samples are known if"), ((2, 1), (), "can change the number of ranks only if")],
 )
 def test_what_is_refused(
     workers: Workers, worlds: tuple[int, int], lengths: tuple[int, ...], message: str, tmp_path: Path

@@ -116,9 +116,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
 # Sent at the end of training, in place of the list of objects that ranks send at the start of a `with`.
 ENDS = ["(the end of training)"]
 DECIDE = (
-    "Decide on it after the loop, to which all ranks come, and do not `break` out of all epochs by what a rank that has"
-    " run out of batches does not see. In Accelerate: set_trigger in the body, `if accelerator.check_trigger(): break`"
-    " behind it; in Fabric `if fabric.strategy.reduce_boolean_decision(stop, all=False): break` behind it."
+    "Decide after the loop, which all ranks reach: a rank that has finished does not see what the others decide in it."
+    " In Accelerate: set_trigger in the body, `if accelerator.check_trigger(): break` after the loop; in Fabric: `if"
+    " fabric.strategy.reduce_boolean_decision(stop, all=False): break` after it."
 )
 
 

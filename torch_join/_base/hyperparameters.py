@@ -158,12 +158,9 @@ class Steps:
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
-            f"The ranks' optimizers differ in a step that they make together: {name} is {said}. {setter} goes by"
-            " something that is each rank's own. The usual causes are a schedule over a rank's own number of batches,"
-            " len(loader), and a counter of a rank's own steps, which stands still where the rank has run out of"
-            " batches. Make a schedule from the longest rank's number, the same on all: gather the lengths before, and"
-            " take their maximum. Keep a counter in an object with state_dict and load_state_dict, and give it to Join;"
-            " or count from that number: epoch * longest + step."
+            f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that differs"
+            " between ranks, usually len(loader) or a counter of steps. Use the largest len(loader) of all ranks. Give"
+            " Join the counter (an object with state_dict and load_state_dict), or compute it: epoch * longest + step."
         )
 
 

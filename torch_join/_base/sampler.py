@@ -64,7 +64,7 @@ def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: 
     if len(known) < len(samples) or len({*known}) < 2:
         return None
     return (
-        f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each seems to be a shard"
-        f" of its own. {dealer} deals every one of them out again, and each rank runs 1 of {len(known)} samples of its"
+        f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each seems to be that"
+        f" rank's own shard. {dealer} shards each of them again, and each rank runs 1 of {len(known)} samples of its"
         f" own. {remedy} to run all of them, or give all ranks the same dataset."
     )

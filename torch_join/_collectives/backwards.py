@@ -93,11 +93,10 @@ class Backwards:
         owned = [] if self.replicas else [name for each in self._tail_log.participants for name in each.owned]
         if owned:
             raise UnsupportedError(
-                f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined, and"
+                f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined."
                 f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all), which may"
-                ' belong to one rank, as an expert does. With Join(..., placeholder="last") finished ranks run the step'
-                " themselves: see docs/spread.md. If these parameters are the same on all ranks, use Join(...,"
-                " hand_over_ignored=True)."
+                ' belong to one rank, as an expert does. If so, use Join(..., placeholder="last"): see docs/spread.md.'
+                " If they are the same on all ranks, use Join(..., hand_over_ignored=True)."
             )
 
     def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:
@@ -149,8 +148,8 @@ class Backwards:
         if reduce_op == "SUM" and "sum" not in self._warned:
             self._warned.add("sum")
             JoinWarning.warn(
-                f"{operation} of gradients of a backward under no_sync, by {self.weighting}: each rank's were"
-                " multiplied in the backward by what it counts, such that their sum over the number of all ranks"
+                f"{operation} of gradients of a backward under no_sync, with {self.weighting}: the backward has"
+                " multiplied each rank's by what it counts, so their sum over the number of all ranks"
                 f" ({self._members.world_size}) is the weighted mean. Divide by that, not by len(join.active_ranks), or"
                 " use ReduceOp.AVG."
             )
@@ -191,8 +190,8 @@ def late(operation: str) -> UnsupportedError:
     """Return the error for a collective in a backward that was announced as a whole."""
     return UnsupportedError(
         f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
-        " some ranks have joined and may have finished the backward already. Set backward_collectives=True (of Join or"
-        " the strategy), or use a collective on detached tensors in the forward pass."
+        " some ranks have joined. Set backward_collectives=True (of Join or the strategy), or use a collective on"
+        " detached tensors in the forward pass."
     )
 
 

@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 _POINT_TO_POINT = Refusal(
     "`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`, `send_object_list`, `recv_object_list`",
     "only the ranks at both ends know of it",
-    "a collective such as `broadcast` or `all_gather`, or communicate outside of the loop",
+    "a collective such as `broadcast` or `all_gather`, or communicate outside the loop",
 )
 _JOINED_ROOT = Refusal(
     "`broadcast`, `scatter`, `broadcast_object_list` and `scatter_object_list` from a rank that has joined",
@@ -43,12 +43,12 @@ _JOINED_ROOT = Refusal(
 )
 _UNEQUAL = Refusal(
     "`all_to_all` and `all_to_all_single` with unequal sizes",
-    "each receiver alone knows how much it expects of a joined rank",
+    "only each receiver knows how much it expects from a joined rank",
     "equal sizes, padded where necessary",
 )
 _INTEGER_AVERAGE = Refusal(
     "`ReduceOp.AVG` of integers",
-    "the mean over the active ranks alone cannot be had by scaling integers",
+    "scaling integers cannot give the mean over the active ranks alone",
     "`ReduceOp.SUM`, and divide by the number of active ranks",
 )
 _PREMUL_SUM = Refusal(
@@ -57,19 +57,20 @@ _PREMUL_SUM = Refusal(
     "`ReduceOp.SUM` of the multiplied tensor",
 )
 _FSDP = Refusal(
-    "what FSDP does to a model that was not given to `Join`, or beside its steps (`summon_full_params`, a state dict)",
-    "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
+    "FSDP's collectives for a model that was not passed to `Join`, or outside its steps (`summon_full_params`, a state"
+    " dict)",
+    "they need the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
     "`Join([model, optimizer])` with the sharded model, or do it after the loop, on all ranks",
 )
 _DTENSOR = Refusal(
-    "what brings the parts of a `DTensor` together (`full_tensor`, `redistribute`, norms of sharded gradients)",
-    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
+    "collectives that assemble a `DTensor` (`full_tensor`, `redistribute`, norms of sharded gradients)",
+    "they need the shards of ranks that have joined, and zeros in their place would be wrong",
     "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
 _ZERO = Refusal(
-    "what DeepSpeed does besides the forwards, backwards, steps and checkpoints of an engine that was given",
-    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
-    "the engine itself, `Join([engine])`; and do before or after the loop what reads or writes whole parameters",
+    "DeepSpeed's collectives other than the forwards, backwards, steps and checkpoints of an engine passed to `Join`",
+    "they need the shards of ranks that have joined, and zeros in their place would be wrong",
+    "the engine itself, `Join([engine])`; and read or write whole parameters before or after the loop",
 )
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
@@ -78,8 +79,8 @@ _MODEL_AVERAGING = Refusal(
 )
 _CHECKPOINT = Refusal(
     "`torch.distributed.checkpoint.save`, `async_save` and `load`, `consolidate_state_dict`",
-    "it needs a part of each rank, and those that have joined do not run it",
-    "the same after the loop, on all ranks, or `torch.save` in it, on `join.active_ranks[0]` alone",
+    "it needs a part from each rank, and joined ranks do not run it",
+    "it after the loop, on all ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone",
 )
 # By `Origin.owner`.
 _OWNERS = {"fsdp": _FSDP, "dtensor": _DTENSOR, "zero": _ZERO, "averaging": _MODEL_AVERAGING, "checkpoint": _CHECKPOINT}

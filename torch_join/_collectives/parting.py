@@ -70,12 +70,12 @@ class Parting:
         if not (operation.startswith(_TOGETHER) and (goes_on := self._unlike(True, waits))):
             return
         others = name_ranks(self._members.named(goes_on))
-        inner = " A forward of a DDP model with buffers takes all ranks: call the inner model, `ddp.module(x)`."
+        inner = " A forward of a DDP model with buffers needs all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
-            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on to the next step"
-            " without it, so the call would wait forever. A loop with iter() and next() ends only when next() is called"
-            " once more: use `for`, or call next(iterator, None) first. If the call belongs to the step, make it in the"
-            f" same steps on all ranks.{inner if operation.startswith('DDP') else ''}"
+            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on without it, so"
+            " the call would wait forever. A loop with iter() and next() ends only at one more next(): use `for`, or"
+            " call next(iterator, None) first. If the call belongs to the step, make it in the same steps on all"
+            f" ranks.{inner if operation.startswith('DDP') else ''}"
         )
 
     def before_backward(self, syncs: bool) -> None:

@@ -170,9 +170,9 @@ class CollectiveTap:
             self._joined(-1)  # first finishes a loop that was left, and so may remove the tap
         if self.installed:
             raise UnsupportedError(
-                "A CUDA graph is captured or replayed (torch.cuda.graph, or torch.compile with mode='reduce-overhead'"
-                " or 'max-autotune') while some ranks have joined, or under a weighting that counts: Join cannot see"
-                " its collectives or weight its gradients. Use another mode, or run without graphs."
+                "A CUDA graph is captured or replayed (torch.cuda.graph; torch.compile with mode='reduce-overhead' or"
+                " 'max-autotune') while some ranks have joined, or under a weighting that counts: Join cannot see its"
+                " collectives or weight its gradients. Run without graphs."
             )
 
     def _is_ours(self) -> bool:

@@ -68,7 +68,7 @@ def check_engine(engine: Any) -> None:
     offload = engine.zero_offload_param()
     refused = {
         "pipeline parallelism": engine.pipeline_parallelism,
-        "mixture-of-experts layers, whose exchange is of each rank's tokens": engine.has_moe_layers,
+        "mixture-of-experts layers, which exchange each rank's tokens": engine.has_moe_layers,
         "tensor parallelism": engine.autotp_size() > 1,
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "ZenFlow": bool(engine.zenflow),

@@ -41,10 +41,10 @@ _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # this end, and the other one
 _MEETINGS = {
     "barrier": "a step's meeting, where ranks say whether they have a batch,",
-    "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that takes all ranks)",
+    "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that needs all ranks)",
     "some": "a meeting of the ranks that have batches left",
-    "record": "the tail of a loop, in which it has no batch and follows the others,",
-    "ask": "a question to others: whether they come to the same, in a step that is its last, or stop",
+    "record": "the tail of a loop, in which it has finished and follows the others,",
+    "ask": "a request to the others: whether they also call this, in its last step, or stop",
 }
 
 
@@ -133,29 +133,28 @@ def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, s
 
 
 _FORWARD = (
-    "a forward of a DDP model with buffers that only some ranks run, at their own last batch or every so many steps of"
-    " their own (call the inner model, `ddp.module(x)`, or do it after the loop, on all ranks); a batch that only some"
-    " ranks skip, by `continue` (leave it out within: join.batches(good(loader)))"
+    "a forward of a DDP model with buffers that only some ranks run, such as at their own last batch (call the inner"
+    " model, `ddp.module(x)`, or move it after the loop, on all ranks); a batch that only some ranks skip with"
+    " `continue` (filter inside: join.batches(good(loader)))"
 )
 _BACKWARD = (
-    "a `break` or `return` at different steps (Join(..., may_break=True) for a `break`); a batch that only some ranks"
-    " skip, by `continue`, for a loss of NaN or an empty batch (leave it out within: join.batches(good(loader)); or"
-    " give it a loss times zero); an error that was caught on one rank"
+    "a `break` or `return` at different steps (for `break`: Join(..., may_break=True)); a batch that only some ranks"
+    " skip with `continue` (filter inside: join.batches(good(loader)), or give it a zero loss); an error that one rank"
+    " caught"
 )
 _COLLECTIVE = (
-    "a collective that only some ranks come to: at a rank's own last batch, on rank 0 alone, by a counter of a rank's"
-    " own (do it after the loop, or at steps that are the same on all ranks)"
+    "a collective that only some ranks call: at a rank's own last batch, on rank 0 alone, by a rank's own counter (move"
+    " it after the loop, or to steps that are the same on all ranks)"
 )
 _ORDER = (
-    "ranks that run their collectives in another order, or not all of them: one that stops by itself (a time limit, a"
-    " signal, a callback), where all have to agree on it first"
+    "ranks that call collectives in another order, or not all of them: a rank that stops alone (a time limit, a signal,"
+    " a callback), where all must agree first"
 )
 _MEETINGS_APART = (
-    "a `return`, or a `break` out of the epochs, at a step that each rank counts for itself, and that is lower where a"
-    " rank has run out of batches (count epochs, or steps in an object with a state_dict that is given to Join); a loop"
-    " that reads ahead of its step (put that inside: join.batches(prefetcher(loader))); a plain `for`, which ranks"
-    " leave at different steps, before something that all do together, as a metric's compute() (use `for batch in"
-    " join.batches(loader)`, which all leave together, or do it after the `with`)"
+    "a `return`, or a `break` out of the epochs, at a step that each rank counts itself (count epochs, or give Join the"
+    " counter); a prefetcher around the loop (put it inside: join.batches(prefetcher(loader))); a plain `for`, which"
+    " ranks leave at different steps, before a call that needs all ranks, such as a metric's compute() (use `for batch"
+    " in join.batches(loader)`, or make the call after the `with`)"
 )
 
 

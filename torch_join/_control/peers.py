@@ -10,8 +10,8 @@ from torch_join._control.processes import Process
 _SUSPECT_SECONDS = 0.9
 MOST_TEXT = 20_000  # characters of a reported failure
 GONE = (
-    "its process is gone: killed, or ended without a word. Its own log, or the system's (a lack of memory, perhaps),"
-    " says why."
+    "its process is gone: killed, or ended without an error message. Its log, or the system's (out of memory?), says"
+    " why."
 )
 BROKEN = "the link between ranks"
 LEFT = "it has destroyed the process group, or ended, before the others."
@@ -83,7 +83,7 @@ class Peers:
         """Return one of the failed ranks, and why: some may only have left because the first one failed."""
         rank, why = min(found.items())
         if others := found.keys() - {rank}:
-            why += f" The same goes for {self.name(others)}, and any of them may have been the first."
+            why += f" So did {self.name(others)}, and any of them may have been the first."
         return rank, why
 
     def _in_the_way(self, suspects: Mapping[int, str]) -> dict[int, str]:

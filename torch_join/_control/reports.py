@@ -64,8 +64,8 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
         who: What these ranks do.
     """
     return JoinTimeoutError(
-        f"{waited} to report whether they have a next batch, or what comes next: {who}. Usual causes: a loader that"
-        " takes longer than `timeout`; a `break` at different steps (may_break=True); a batch skipped with `continue`"
-        " on one rank (join.batches(good(loader))); a joint operation at steps that each rank counts itself (give Join"
-        " the counter). py-spy dump shows where the ranks are."
+        f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
+        " `timeout`; a `break` at different steps (may_break=True); a batch that one rank skips with `continue`"
+        " (join.batches(good(loader))); a joint operation at steps that each rank counts (give Join the counter)."
+        " py-spy dump shows where the ranks are."
     )

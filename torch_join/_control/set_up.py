@@ -139,7 +139,7 @@ class SetUp:
         if not ranks and len(others) > 1:
             who = f"one or more of {who}"
         waited = f"Rank {me} waited {time.monotonic() - self._begun:.0f} s for {who}"
-        gone = "killed, or stopped, or its host, or the network to it, is gone"
+        gone = "killed or stopped, or its host or the network to it is gone"
         if self._come_until < math.inf:
             problem = f" {self.problem}" if self.problem else ""
             return JoinTimeoutError(f"{waited} while the ranks were connected: {gone}.{problem}")

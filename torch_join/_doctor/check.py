@@ -83,7 +83,7 @@ class Check:
     judge: Callable[[Sequence[Any]], Finding]
     seconds: float
     needs: str = ""
-    remedy: str = "Read what the ranks have written to stderr, and the stacks that --json prints."
+    remedy: str = "Read the ranks' stderr, and the stacks that --json prints."
 
     def run(self, job: Job) -> Finding:
         """Return the finding of all ranks; all of them call this.
@@ -96,7 +96,10 @@ class Check:
             return self._share(job, self._attempt(job), deadline)
         except Exception as error:  # the store is gone: this rank continues alone
             job.store = None
-            text = f"rank {job.rank} lost the job's store, or the rank that judges: {type(error).__name__}: {error}"
+            text = (
+                f"rank {job.rank} lost the job's store, or the rank that collects the answers: {type(error).__name__}:"
+                f" {error}"
+            )
             return Finding(self.name, "failed", text, "The log of rank 0 says more.", is_broken=True)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -132,7 +135,7 @@ class Check:
             self.remedy,
         )
         if missing:
-            texts.insert(0, f"{name_ranks(missing)} did not answer in time: late, ended, stopped, or never begun")
+            texts.insert(0, f"{name_ranks(missing)} did not answer in time: slow, ended, stopped, or never started")
             remedy = f"Read what {name_ranks(missing)} has written to stderr." if self.needs else remedy
         stacks = {str(rank): outcome["stack"] for rank, outcome in outcomes.items() if "stack" in outcome}
         data = {"missing": [*missing], "stacks": stacks}

@@ -55,13 +55,13 @@ def judge_store(said: Sequence[float]) -> Finding:
     """Report how long a request takes."""
     slowest = max(range(len(said)), key=said.__getitem__)
     ranks = "the only rank reaches it" if len(said) == 1 else f"all {len(said)} ranks reach it"
-    text = f"{ranks}; a question takes {said[slowest]:.2f} ms (rank {slowest}, the slowest)"
+    text = f"{ranks}; a request takes {said[slowest]:.2f} ms (rank {slowest}, the slowest)"
     return Finding("store", "ok", text, data={"ms": [*said]})
 
 
 _REMEDY = (
-    "Start the doctor on all ranks, with the same MASTER_ADDR and MASTER_PORT (torchrun: the same --rdzv-endpoint),"
-    " and let TCP connections through to that port from every host of the job."
+    "Start the doctor on all ranks, with the same MASTER_ADDR and MASTER_PORT (torchrun: the same --rdzv-endpoint), and"
+    " allow TCP connections to that port from every host of the job."
 )
 STORE = Check("store", reach_store, judge_store, seconds=35.0, remedy=_REMEDY)
 
@@ -119,15 +119,18 @@ def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
     text = f"{backend} on {', '.join(names)}; an all-reduce takes {max(each['ms'] for each in said):.2f} ms"
     remedy = "Install the same NCCL on all hosts." if len(versions) > 1 else ""
     if said[0]["device"] == "cpu" and any(each["there"] for each in said):
-        text += ". All ranks are on CPUs, since some host has fewer accelerators than ranks: those were not tried"
-        remedy = "Start as many ranks on each host as it has accelerators, by torchrun, which sets LOCAL_WORLD_SIZE."
+        text += (
+            ". All ranks ran on CPUs, since some host has fewer accelerators than ranks: the accelerators were not"
+            " tried"
+        )
+        remedy = "Start as many ranks on each host as it has accelerators, with torchrun, which sets LOCAL_WORLD_SIZE."
     data = {"backend": said[0]["backend"], "nccl": versions, "ranks": [*said]}
     return Finding("backend", "warning" if remedy else "ok", text, remedy, data)
 
 
 _REMEDY = (
-    "This is torch's own process group, which no training runs without: name the interface between the hosts in"
-    " GLOO_SOCKET_IFNAME (gloo) and NCCL_SOCKET_IFNAME (NCCL, which says more with NCCL_DEBUG=INFO)."
+    "Training needs this process group of torch's: name the interface between the hosts in GLOO_SOCKET_IFNAME (gloo)"
+    " and NCCL_SOCKET_IFNAME (NCCL, which logs more with NCCL_DEBUG=INFO)."
 )
 BACKEND = Check("backend", add_up, judge_backend, seconds=40.0, needs="store", remedy=_REMEDY)
 
@@ -153,7 +156,7 @@ def judge_links(said: Sequence[float]) -> Finding:
 
 
 _REMEDY = (
-    "Let TCP connections through between any two hosts, to ports of the system's choice. Where hosts have several"
-    " networks, name the right interface of each host in GLOO_SOCKET_IFNAME."
+    "Allow TCP connections between any two hosts, to ports that the system chooses. If hosts have several networks,"
+    " name the right interface of each host in GLOO_SOCKET_IFNAME."
 )
 LINKS = Check("links", connect, judge_links, seconds=40.0, needs="backend", remedy=_REMEDY)

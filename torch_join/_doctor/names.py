@@ -48,7 +48,7 @@ def judge_names(said: Sequence[dict[str, str]]) -> Finding:
     problems = [f"rank {rank}: {text}" for rank, each in enumerate(said) for text in each.values() if text]
     data = {"ranks": [*said]}
     if problems:
-        remedy = "Install versions of the check 'versions', or a newer torch_join. Other packages work all the same."
+        remedy = "Install the versions of the check 'versions', or a newer torch_join. Other packages are not affected."
         is_torch = any(each.get("torch") for each in said)  # other frameworks may not be used
         return Finding("names", "failed" if is_torch else "warning", "; ".join(problems), remedy, data)
     frameworks = sorted({name for each in said for name in each})

@@ -46,7 +46,7 @@ def examine(is_json: bool) -> int:
 def run(job: Job, checks: Sequence[Check]) -> Iterator[Finding]:
     """Yield each check's finding; a check is not run if one that it needs was not completed."""
     if around := os.environ.get(_AROUND):
-        text = f"this machine was checked, and not the job around it ({around})"
+        text = f"this machine was checked, not the job around it ({around})"
         remedy = "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         yield Finding("job", "warning", text, remedy)
     broken, missing = set[str](), list[int]()

@@ -59,12 +59,12 @@ def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
     differences, bound = [float(each["difference"]) for each in said], said[0]["bound"]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
     shown = ", ".join(str(each["batches"]) for each in said[:4]) + (", ..." if len(said) > 4 else "")
-    text = f"ranks with {shown} batches end at most {worst:.1e} from one process (rounding explains {bound:.0e})"
-    remedy = "" if worst <= bound else "Do not train on uneven data here, and report this, with what --json prints."
+    text = f"ranks with {shown} batches differ by at most {worst:.1e} from one process (rounding explains {bound:.0e})"
+    remedy = "" if worst <= bound else "Do not train on uneven data here, and report this with the output of --json."
     return Finding("epoch", "failed" if remedy else "ok", text, remedy, {"ranks": [*said]})
 
 
-_REMEDY = "If the checks before are well, report this, with what --json prints."
+_REMEDY = "If the checks before passed, report this with the output of --json."
 EPOCH = Check("epoch", train_unevenly, judge_epoch, seconds=40.0, needs="links", remedy=_REMEDY)
 
 # ------------------------------------------------------------ the cost
@@ -109,7 +109,7 @@ def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
     ratio = statistics.median(with_join / without for without, with_join in slowest)
     text = f"an even step takes {plain:.2f} ms with plain DDP, {joined:.2f} ms with Join: {ratio:.2f} times as long"
     data = {"plain_ms": plain, "join_ms": joined, "ratio": ratio, "pairs": slowest}
-    remedy = "Measure again while nothing else runs here; steps as short as these show what a call costs."
+    remedy = "Measure again on an idle machine. Such short steps show the cost of each call."
     is_well = ratio <= _WARNS_ABOVE
     return Finding("cost", "ok" if is_well else "warning", text, "" if is_well else remedy, data)
 

@@ -229,21 +229,19 @@ class Audit:
 
 
 _DIFFERED = (
-    "{when}, the ranks already differed in {what}. They have trained differently up to there. What Join was given and"
-    " hands over at the end of a tail is the same again now. Usual causes: the loop computes a value that differs"
-    " between ranks (from its own len(loader), its own loss, a counter that is not handed over), a parameter is changed"
-    " outside DDP, or there are two backwards after one forward."
+    "{when}, the ranks already differed in {what}: they trained differently before that. Objects passed to Join are"
+    " the same again after the tail. Usual causes: a value in the loop that differs between ranks (len(loader), the"
+    " rank's loss, a counter), a parameter changed outside DDP, or two backwards after one forward."
 )
 _LOSSY = (
     "After the handover the ranks still differ in {what}: its load_state_dict does not restore what its state_dict"
     " returned."
 )
 _STALE = (
-    "After the tail of a loop the ranks differ in {what}, where they were the same before it: ranks that had"
-    " joined did not run your code. If it affects training, the ranks will drift apart: give it to Join, or keep it in"
-    " an object with state_dict and load_state_dict, and give Join that object: Join([model, optimizer, it]). For"
-    " buffers that neither DDP nor FSDP broadcasts, hand_over_buffers=True makes them the same on all ranks, and False"
-    " says that each rank has its own."
+    "After the tail of a loop the ranks differ in {what}, which was the same before: finished ranks did not run your"
+    " code. If it affects training, pass it to Join, or put it in an object with state_dict and load_state_dict:"
+    " Join([model, optimizer, it]). For buffers that neither DDP nor FSDP broadcasts: hand_over_buffers=True makes them"
+    " the same, False keeps each rank's own."
 )
 _EMPTY = (
     "After the tail of a loop the ranks differ in {what}: an optimizer steps a parameter with a gradient, even zero,"
@@ -251,15 +249,14 @@ _EMPTY = (
 )
 
 _ALONE = (
-    "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank ran out of inputs"
-    " while others went on. Keep it on all ranks, update it in each step, and give it to Join, if need be in an object"
-    " with state_dict and load_state_dict: Join([model, optimizer, it]). (If that rank has not stepped its optimizer"
-    " before, it is unknown whether the object is an average. If it is not updated in each step, ignore this warning.)"
+    "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank had finished"
+    " while others went on. Keep it on all ranks, update it in each step, and pass it to Join. (If it is no average, or"
+    " is not updated in each step, ignore this warning.)"
 )
 _UNTOLD = (
-    "In the tail of a loop each rank keeps its own {what}: a step changed these buffers before its forward, where the"
-    " ranks synchronize, so it is unknown whether all ranks had the same before it. hand_over_buffers=True makes them"
-    " the same on all ranks, and False says that each rank has its own."
+    "In the tail of a loop each rank keeps its own {what}: a step changed these buffers before its forward, in which"
+    " DDP makes them the same, so it is unknown whether they were the same before. hand_over_buffers=True makes them"
+    " the same on all ranks; False keeps each rank's own."
 )
 
 

@@ -89,8 +89,8 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
         raise JoinError(
             f"{ranks[0].upper()}{ranks[1:]} left the loop with `break` and then changed {what}, before the ranks met"
-            f" again and while {others} had not left the loop: the change would be lost, or made twice. Make it in the"
-            " loop (before the `break`), after another loop over join.batches, or after the `with`."
+            f" again and while {others} were in the loop: the change would be lost, or made twice. Make it before the"
+            " `break`, after another loop over join.batches, or after the `with`."
         )
     if inside and unknown and rank == 0:
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))

@@ -51,10 +51,9 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     for module in modules:
         if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
             raise UnsupportedError(
-                f"{name} holds a DistributedDataParallel model that was not passed to Join, so nothing would announce"
-                " its calls to joined ranks. Pass the DistributedDataParallel itself, and keep calling it through"
-                f" {name}. To an object that only keeps a copy, such as an AveragedModel, pass the inner model,"
-                " `ddp.module`."
+                f"{name} holds a DistributedDataParallel model that was not passed to Join, so joined ranks would miss"
+                f" its calls. Pass the DistributedDataParallel itself, and keep calling it through {name}. To an object"
+                " that only keeps a copy, such as an AveragedModel, pass `ddp.module`."
             )
 
 

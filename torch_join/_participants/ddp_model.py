@@ -204,8 +204,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             raise JoinError(
                 f"Rank {self.members.name} caught an exception that ended a backward of"
                 f" {type(self.ddp.module).__name__} (out of memory, for example). DDP had averaged a part of its"
-                " gradients, and the other ranks wait for the rest, so one rank alone can neither skip nor repeat the"
-                " step. Do not catch the exception, and avoid its cause: use smaller batches."
+                " gradients, and the other ranks wait for the rest. Do not catch the exception: one rank alone can"
+                " neither skip nor repeat a step. Use smaller batches."
             ) from error
 
     def check_backward_ended(self) -> None:

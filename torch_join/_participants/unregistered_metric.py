@@ -29,7 +29,6 @@ def notice_metric(operation: str) -> None:
     _warned[id(metric)] = ref(metric)
     JoinDriftWarning.warn(
         f"{type(metric).__name__} syncs while some ranks have joined, and was not passed to Join: zeros replace what"
-        " these ranks have accumulated, so the value is wrong. Pass it to Join too: Join([model, optimizer, metric])."
-        " In Lightning, make it an attribute of the module. Or compute it only after the loop: a rank that has computed"
-        " it since its last update does not gather again, and others wait."
+        " these ranks have accumulated, so the value is wrong. Pass it too: Join([model, optimizer, metric]). In"
+        " Lightning, make it an attribute of the module. Or compute it only after the loop."
     )

@@ -262,7 +262,7 @@ def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None
             coming.set_result(_receive_batch(group, sender, skeletons))
         except _Stopped:
             stopped.add(sender)
-            why = f"Rank {names[sender]} has raised, and gives no batch any more. Its own log says why."
+            why = f"Rank {names[sender]} has raised an error and gives no more batches. Its log says why."
             coming.set_exception(PeerFailedError(why))
         except BaseException as error:
             coming.set_exception(error)

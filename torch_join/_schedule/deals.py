@@ -25,7 +25,7 @@ Deal = dict[str, Any]
 # Classes of these modules deal index i of an order that all ranks share out to rank `i % num_replicas`.
 _IN_TURN = ("torch.utils.data.distributed", "torch_join._base.sampler", "lightning.", "pytorch_lightning.")
 _log = getLogger("torch_join")
-_INSTEAD = "Resume with as many ranks as have written it, or from a state of an epoch's end."
+_INSTEAD = "Resume with as many ranks as wrote it, or from a state written at an epoch's end."
 
 
 class Dealer:
@@ -68,10 +68,10 @@ class Dealer:
         shares, now = ([self._share(rank, of, drawn) for rank in range(of)] for of in (world, self.world))
         if _counted(shares) != _counted(now) or max(_counted(shares).values(), default=1) > 1:
             raise UnsupportedError(
-                f"The epoch was begun by {world} ranks, and a {type(self._sampler).__name__} whose `rank` and"
-                f" `num_replicas` are set to those of other ranks does not give each sample to one of {world}, or of"
-                f" {self.world}: what is left cannot be told. Have its `__iter__` go by these two, and by nothing that"
-                f" was made of them before. {_INSTEAD}"
+                f"{world} ranks started the epoch. A {type(self._sampler).__name__} whose `rank` and `num_replicas` are"
+                f" set to those of other ranks does not give each sample to one of {world}, or of {self.world}, so the"
+                " remaining samples are unknown. Use these two attributes in `__iter__`, and nothing computed from them"
+                f" earlier. {_INSTEAD}"
             )
         found = [(place, rank) for rank, share in enumerate(shares) for place in range(len(share))]
         found.sort()
@@ -200,9 +200,8 @@ def left_of(
         left, places, ranks = left[rest], places[rest], ranks[rest]
     if is_new and dealer.rank == 0:
         _log.warning(
-            "An epoch that %d ranks have begun goes on with %d: %d %s are left, and dealt out anew. The steps from here"
-            " on are others: a schedule that was made for a number of steps may end before them, and weighting='world'"
-            " divides by %d.",
+            "An epoch that %d ranks started continues with %d: the remaining %d %s are dealt out anew. The steps differ"
+            " from here on: a schedule made for a number of steps may end earlier; weighting='world' divides by %d.",
             deals[-1]["world"],
             world,
             len(left),

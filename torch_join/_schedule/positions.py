@@ -81,7 +81,7 @@ class Position:
         place: LoaderPlace | None = None,
         ahead: int = 0,
         after: bool = False,
-        advice: str = " Where an epoch has several loops, give each a name: `join.batches(loader, name=...)`.",
+        advice: str = " If an epoch has several loops, give each a name: `join.batches(loader, name=...)`.",
     ) -> None:
         # For `windows`: the inner loader, and the size of its windows.
         self._windows: Any = loader if hasattr(type(loader), "over") else None
@@ -317,10 +317,9 @@ def dealt_among(
         return [{**first, "state": None} if is_dealt else None] * world
     if not is_dealt:
         raise JoinValueError(
-            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. The rest"
-            " can be distributed anew only by a sampler that gives all ranks parts of the same order, such as"
-            f" DistributedSampler; here some rank has its own data. Resume with {len(places)} ranks, or from a state"
-            " written after a loop."
+            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. Only a"
+            " sampler that gives all ranks parts of one order, such as DistributedSampler, can distribute the rest;"
+            f" here some rank has its own data. Resume with {len(places)} ranks, or from a state written after a loop."
         )
     taken = [place["taken"] - place["start"] for place in places if place is not None]
     deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]

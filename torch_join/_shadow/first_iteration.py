@@ -88,9 +88,8 @@ class FirstIteration:
         raise JoinError(
             "static_graph=True fixes in the first iteration how many gradients each parameter gets, but the ranks"
             f" disagree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on this"
-            f" rank and {theirs[where]} on another. (A rank without a batch counts each parameter once.) Give each rank"
-            " a batch in the first iteration, freeze unused parameters, or use static_graph=False with"
-            " find_unused_parameters=True."
+            f" rank and {theirs[where]} on another. Give each rank a batch in the first iteration, freeze unused"
+            " parameters, or use static_graph=False with find_unused_parameters=True."
         )
 
     def _times(self) -> list[int]:

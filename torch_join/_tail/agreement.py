@@ -108,7 +108,7 @@ class Agreement:
         names = self._channel.global_ranks
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
-            "The active ranks do different things in the tail of a loop, so their collectives are paired wrongly:"
+            "The active ranks do different things in the tail of a loop, so their collectives do not match:"
             f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step; also"
             " Accelerate's save_state, with sharded models, save_on_each_node or automatic_checkpoint_naming."
         )
@@ -147,7 +147,6 @@ def explain_counts(synced: dict[int, list[int]]) -> str:
     """Return the text of an error: ranks sync at different steps; given each rank's synced backwards by model."""
     counts = ", ".join(f"rank {rank}: {' and '.join(map(str, by_model))}" for rank, by_model in sorted(synced.items()))
     return (
-        f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is to sync on a"
-        " rank's own last batch (`if i + 1 == len(loader)`), which ranks reach at different steps: sync at steps that"
-        " are the same on all ranks."
+        f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is a sync at"
+        " each rank's own last batch (`if i + 1 == len(loader)`): sync in the same steps on all ranks."
     )

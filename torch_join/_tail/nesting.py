@@ -105,17 +105,16 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
 def late_backward(rank: int) -> JoinError:
     """Return the error for a backward whose forward ran in a loop that has ended on all ranks."""
     return JoinError(
-        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended, after some ranks ran"
-        " out of batches before others. The other ranks have gone on, so it would be averaged with backwards of later"
-        " steps. Run a batch's backward before you request the next batch."
+        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended, after some ranks"
+        " finished before others. The other ranks have gone on, so it would be averaged with later backwards. Run a"
+        " batch's backward before you request the next batch."
     )
 
 
 def read_ahead(rank: int) -> JoinError:
     """Return the error for a backward after the end of a loop that asked for a second batch before any forward."""
     return JoinError(
-        f"Rank {rank} runs a backward after the end of a loop over join.batches that requests a batch before the model"
-        " has seen the previous one, as a prefetcher does. The other ranks would miss its last batches. Put the"
-        " prefetcher inside: join.batches(prefetcher(loader)), join_batches(prefetcher(loader)) or"
-        " fabric.strategy.batches(prefetcher(loader)). Any other backward needs its own loop."
+        f"Rank {rank} runs a backward after the end of its loop over join.batches: a prefetcher requests a batch before"
+        " the model has seen the previous one, so the other ranks would miss its last batches. Put the prefetcher"
+        " inside: join.batches(prefetcher(loader)). Any other backward needs its own loop."
     )

@@ -56,9 +56,8 @@ class PositionExchange(Participant):
             return
         text = (
             f"{name} at step {self.driver.step_number} of a loop, where rank {self.members.name} holds gradients that"
-            " its optimizer has not stepped with: an accumulation has begun, and a state holds no gradients, so that a"
-            " resumed run would leave these batches out. Save at the end of a window, after the optimizer's step; or,"
-            " if they are not to count, call zero_grad() before."
+            " its optimizer has not stepped with: it is within an accumulation window, and a state holds no gradients,"
+            " so a resumed run would lose these batches. Save after the optimizer's step, or call zero_grad() before."
         )
         if amid:
             raise JoinError(text)

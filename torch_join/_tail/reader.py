@@ -47,7 +47,7 @@ class Reader(Source, Generic[T]):
         has_ended: Whether a loop with rebalanced batches is over.
     """
 
-    dealer = "A DistributedSampler", "Leave it out (of Ray's: prepare_data_loader(loader, add_dist_sampler=False))"
+    dealer = "A DistributedSampler", "Leave it out (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"
     dealt_samples: int | None = None
     lead = 1
     plan: dict[str, Any] | None = None
@@ -314,9 +314,8 @@ class LoaderWatch:
             if before.get(rank) == step:
                 raise JoinError(
                     f"The loader of rank {self._members.global_ranks[rank]} calls a collective (of torch.distributed)"
-                    f" for its batch {step} and waits for rank {self._members.name}, which has run out of batches and"
-                    " never calls it. Move it before the loop, or into its body, where ranks that have run out of"
-                    " batches follow it."
+                    f" for its batch {step} and waits for rank {self._members.name}, which has finished and never calls"
+                    " it. Move it before the loop, or into its body, where finished ranks follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
         self._asks_at = time.monotonic() + self._pause

@@ -78,7 +78,7 @@ class Remarks:
     def _weight(self, active: int) -> str:
         """Return a text about the weight of the tail's steps."""
         if self.weighs_items:
-            return "The trainer divides each step's loss by its number of items, so that each counts the same."
+            return "The trainer divides each step's loss by its number of items, so each item counts the same."
         weighting, share = self._options.weighting, f"{active}/{self._members.world_size}"
         meaning = {
             "world": f"their steps are scaled by {share}; weighting='samples' counts each sample the same.",

@@ -55,9 +55,9 @@ class StaleReads:
         """Warn, if other ranks have continued without this one, of any read; then forget it."""
         if self._read is not None:
             JoinDriftWarning.warn(
-                f"Rank {rank} read the state of {self._read} after its last batch from join.batches and before it"
-                " waited for the others, which went on. That state is of its own last step, so a checkpoint of it would"
-                " be outdated. Read it after a `for` over join.batches has ended, or after the `with`. (If you want the"
-                " state of that step, ignore this warning.)"
+                f"Rank {rank} read the state of {self._read} after its last batch from join.batches and before the"
+                " other ranks had finished. It is the state of that step, so a checkpoint of it would be outdated. Read"
+                " it after a `for` over join.batches, or after the `with`. (If you want that state, ignore this"
+                " warning.)"
             )
         self.forget()

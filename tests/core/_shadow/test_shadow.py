@@ -297,7 +297,7 @@ def two_backwards(rank: int, lengths: Sequence[int], loop: str, used: bool) -> N
 @pytest.mark.parametrize("lengths", [(2, 2), (1, 3)])
 def test_a_second_backward_that_is_not_averaged_raises(workers: Workers, lengths: Sequence[int], loop: str) -> None:
     for outcome in workers.outcomes(2, two_backwards, lengths, loop, True, timeout=2.0):
-        assert "two backwards through a single forward" in outcome.error
+        assert "two backwards through one forward" in outcome.error
     workers.run(2, two_backwards, lengths, loop, False)
 
 
@@ -336,7 +336,7 @@ def backwards_through(rank: int, which: str) -> None:
 @pytest.mark.parametrize("which", ["trunk", "logits", "penalty", "l2"])
 def test_through_whichever_output_a_second_backward_comes(workers: Workers, which: str) -> None:
     for outcome in workers.outcomes(2, backwards_through, which, timeout=2.0):
-        assert ("two backwards through a single forward" in outcome.error) == (which in ("trunk", "logits"))
+        assert ("two backwards through one forward" in outcome.error) == (which in ("trunk", "logits"))
         assert bool(outcome.error) == (which in ("trunk", "logits"))
 
 

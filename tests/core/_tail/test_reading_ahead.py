@@ -386,4 +386,4 @@ def fetch_between(rank: int, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 2)])
 def test_a_fetch_between_forward_and_backward_is_named(workers: Workers, lengths: tuple[int, ...]) -> None:
     for outcome in workers.outcomes(2, fetch_between, lengths, timeout=3.0):
-        assert "asked for its next batch between a forward and its backward" in outcome.error
+        assert "requested its next batch between a forward and its backward" in outcome.error

@@ -317,7 +317,7 @@ REFUSED = {
     "metric": "A metric was passed to Join with placeholder=",
     "ahead": "was requested before the backward of the previous step",
     "fetched": "was requested before the backward of the previous step",
-    "amid": "an accumulation has begun",
+    "amid": "within an accumulation window",
     "over steps": "was requested before the backward of the previous step",
     "joinable": "which is a Joinable, was passed to Join with placeholder=",
     "weighed": "a value with a backward",

@@ -72,7 +72,7 @@ def test_a_batch_that_would_be_trained_after_its_loop_raises(
     workers: Workers, lengths: tuple[int, ...], way: str, kind: str
 ) -> None:
     for error in workers.run(len(lengths), train, lengths, way, kind):
-        assert "runs a backward after the end of a loop over join.batches that requests a batch before" in error
+        assert "runs a backward after the end of its loop over join.batches: a prefetcher requests a batch" in error
         assert "join.batches(prefetcher(loader))" in error
 
 

@@ -166,7 +166,7 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[
             if len(world) > 1:
                 assert seen == [it for it in everything if it[:2] >= (0, step)]
                 assert "not resumable" not in warned
-                assert "begin anew" not in warned
+                assert "start again" not in warned
                 continue
             # They begin anew, in one process: it has as many batches as it had left, or all of them without a length.
             left = length if iterable else max(length - step, 0)
@@ -296,7 +296,7 @@ def test_another_world(workers: Workers, tmp_path: Path) -> None:
     for name in ("after-0-2", "end-0-2"):
         results = workers.run(3, fit_warning, run, f"{tmp_path}/{name}.ckpt")
         assert [[epoch for epoch, *_ in seen] for seen, _, _ in results] == [[1] * 3, [1], [1] * 2]
-        assert "the states of its dataloaders are left out" in results[0][2]
+        assert "the states of its dataloaders are ignored" in results[0][2]
 
 
 def test_checkpoints_of_plain_ddp_and_for_it(workers: Workers, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_checkpoints_of_plain_ddp_and_for_it(workers: Workers, tmp_path: Path) -
     plain = dataclasses.replace(run, strategy="ddp")
     workers.run(2, fit_whole, plain, str(tmp_path))
     results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-1.ckpt")
-    assert "saves the state of rank 0's dataloaders only" in results[0][2]
+    assert "saves only rank 0's dataloaders" in results[0][2]
     expected = workers.run(2, fit_warning, plain, f"{tmp_path}/after-0-1.ckpt")
     assert [seen[:2] for seen, *_ in results] == [seen[:2] for seen, *_ in expected]
     assert [steps for _, steps, _ in results] == [8, 8]

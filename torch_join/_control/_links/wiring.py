@@ -100,8 +100,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
             raise UnsupportedError(
                 f"The ranks cannot be connected to each other: {'; '.join(problems[:3])}. Allow TCP connections between"
                 " any two hosts, to ports that the system chooses (net.ipv4.ip_local_port_range); gloo needs them too."
-                f" If hosts have several networks, name one on each in {_INTERFACE} (the interface's name, as `ip addr`"
-                " shows it)."
+                f" If hosts have several networks, name the interface of one on each in {_INTERFACE} (see `ip addr`)."
             )
         assert tree is not None
         return tree

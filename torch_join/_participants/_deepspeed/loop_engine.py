@@ -119,7 +119,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         if not (self.members.serves or self._is_in_an_engines_backward()):
             in_tail = self.tail_log.meet()
             if in_tail or self.members.loss_factor != 1.0:
-                where = f"while ranks {self.members.joined_names} have run out of batches: they do not hear of it"
+                where = f"while ranks {self.members.joined_names} have run out of batches and cannot follow it"
                 if not in_tail:
                     where = "in a step whose losses are weighted, which engine.backward does"
                 raise UnsupportedError(

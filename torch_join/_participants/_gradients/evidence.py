@@ -191,11 +191,10 @@ class Gradients:
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
             raise JoinError(
-                "A gradient was changed by hand (by clipping, for example) since the last backward, and the next one"
-                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}), which ranks"
-                f" {members.joined_names} cannot know: they have joined. Call zero_grad() after each optimizer step, or"
-                " change gradients only right before it. (Checkpointing with use_reentrant=True looks the same: use"
-                " False.)"
+                "A gradient was changed by hand (by clipping, say) since the last backward, and the next one"
+                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}). Ranks"
+                f" {members.joined_names} have joined and cannot know. Call zero_grad() after each optimizer step, or"
+                " change gradients only right before it. With checkpointing: use_reentrant=False."
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
@@ -261,16 +260,16 @@ class Gradients:
         """
         for index in self.differing(states, accumulates)[:1]:
             between = (
-                " This rank asked for its next batch between a forward and its backward, and there was none: that"
-                " backward is missing. Ask for it after the backward, or put what reads ahead inside:"
-                " join.batches(prefetcher(loader)). If no backward belongs to that forward, the gradient"
+                " This rank requested its next batch between a forward and its backward, and there was none, so it"
+                " never ran that backward. Request it after the backward, or put the prefetcher inside:"
+                " join.batches(prefetcher(loader)). If that forward has no backward, the gradient"
             )
             raise JoinError(
                 f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
-                " no longer the average that this rank got, and the next backward accumulates into"
-                f" it.{between if joined_amid else ' It'} was changed by hand (through `.data`, GradScaler.unscale_),"
-                " which joined ranks cannot know. Call zero_grad() after each optimizer step, or change gradients only"
-                " right before it."
+                " not the average that this rank got, and the next backward accumulates into"
+                f" it.{between if joined_amid else ' It'} was changed by hand (`.data`, GradScaler.unscale_), which"
+                " joined ranks cannot know. Call zero_grad() after each optimizer step, or change gradients only right"
+                " before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:

@@ -83,8 +83,8 @@ class Contents:
     def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
             f"The sharded parameters were changed outside the optimizer step (parameter {where} of this rank's shards),"
-            f" for example by clipping weights or loading a state. Ranks {list(joined)}, which have joined, own a part"
-            " of them and cannot know about it. Change them after the loop, or give Join the optimizer that does it."
+            f" by clipping weights or loading a state, say. Ranks {list(joined)}, which have joined, own a part of"
+            " them. Change them after the loop, or give Join the optimizer that does it."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:

@@ -117,10 +117,9 @@ class Following:
         for peers in self._teams:
             if 0 < len(joined := set(peers) - {*self._seen}) < len(peers):
                 raise JoinError(
-                    f"Ranks {sorted(peers)} compute each batch together (tensor parallelism: a dimension of the device"
-                    f" mesh over which FSDP does not shard), but ranks {sorted(joined)} of them have run out of inputs"
-                    " before the others. Give all of them the same batches: shard the data over the data-parallel"
-                    " dimension of the mesh only."
+                    f"Ranks {sorted(peers)} compute each batch together (tensor parallelism: a mesh dimension over"
+                    f" which FSDP does not shard), but ranks {sorted(joined)} of them have finished before the others."
+                    " Give all of them the same batches: shard the data over the data-parallel dimension only."
                 )
 
     # ------------------------------------------------------------ on a joined rank

@@ -51,8 +51,8 @@ def _refuse_copies(joinables: Sequence[Any]) -> None:
         if by_others and not is_average and any(_compat.is_shard(p) and p.requires_grad for p in thing.parameters()):
             raise UnsupportedError(
                 f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
-                " batch together, so none can run out before the others. Give the ranks of a group the same batches and"
-                " train without Join; or use fully_shard over other ranks as well, whose batches may be uneven."
+                " batch together, so they must all have the same batches. Train without Join, or use fully_shard over"
+                " other ranks as well, whose batches may be uneven."
             )
         if by_others or is_average:
             raise UnsupportedError(

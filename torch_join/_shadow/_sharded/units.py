@@ -55,7 +55,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         if parameter.requires_grad and id(parameter) not in known:
             raise UnsupportedError(
                 f"{name} is trained but not sharded by FSDP (ignored_params, a module outside it), so its gradient is"
-                " never averaged. Shard it, freeze it, or put it in a DistributedDataParallel model of its own. If it"
-                ' is an expert that only this rank has, use Join(..., placeholder="last"): see docs/spread.md.'
+                " never averaged. Shard it, freeze it, or wrap it in DistributedDataParallel. If it is an expert that"
+                ' only this rank has, use Join(..., placeholder="last"): see docs/spread.md.'
             )
     return units
