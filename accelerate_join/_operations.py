@@ -117,9 +117,8 @@ class Operations(ActiveOperations, Participant):
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
             JoinDataWarning.warn(
-                f"save_state at step {self.driver.step_number}, where an accumulation has begun: no checkpoint of"
-                " Accelerate holds gradients, so that a resumed run leaves these batches out. Save where"
-                " accelerator.sync_gradients is true, after the optimizer's step."
+                f"save_state at step {self.driver.step_number}, within an accumulation window: Accelerate's checkpoints"
+                " hold no gradients, so a resumed run loses these batches. Save after the optimizer's step."
             )
         when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
         is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()

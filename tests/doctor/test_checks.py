@@ -89,7 +89,7 @@ CASES = {
     "interface": ("links", ["rank 0 cannot listen: ", "No such device"], ["epoch", "cost"]),
     "network": ("links", ["rank 1: its parent in the tree cannot be reached, at ", "no network"], ["epoch", "cost"]),
     "raises": ("epoch", ["rank 1: ValueError: no loss here"], ["cost"]),
-    "wrong": ("epoch", ["ranks with 0, 3, 5 batches end at most "], []),
+    "wrong": ("epoch", ["ranks with 0, 3, 5 batches differ by at most "], []),
 }
 SECONDS = {"is not there": {"store": 1.0}}
 

@@ -109,7 +109,7 @@ def test_an_uneven_nested_loop_does_nothing_together(workers: Workers, does: str
     text = (
         "with gradients"
         if does == "train"
-        else "in a joint operation in a loop over a dataloader of Fabric's, inside another"
+        else "in a joint operation in a loop over a Fabric dataloader, inside another"
     )
     refused(workers.outcomes(2, to_the_end, train_within, does), text)
 

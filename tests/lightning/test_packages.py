@@ -130,9 +130,7 @@ def fit_twin(rank: int, lengths: tuple[int, ...], callback: bool) -> front_end.R
     twin = types.SimpleNamespace(**twin_of(front_end))
     case = twin.Fit(lengths)
     text = (
-        "Expected a parent"
-        if TRAINERS_REFUSE
-        else "`import lightning_join` in place of `import pytorch_lightning_join`"
+        "Expected a parent" if TRAINERS_REFUSE else "`import lightning_join` instead of `import pytorch_lightning_join`"
     )
     with pytest.raises(ValueError if TRAINERS_REFUSE else JoinTypeError, match=text):
         twin.build_trainer(case, callbacks=[JoinCallback()]).fit(twin.Module(case))

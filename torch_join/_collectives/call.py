@@ -57,19 +57,19 @@ _PREMUL_SUM = Refusal(
     "`ReduceOp.SUM` of the multiplied tensor",
 )
 _FSDP = Refusal(
-    "FSDP's collectives for a model that was not passed to `Join`, or outside its steps (`summon_full_params`, a state"
-    " dict)",
-    "they need the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
+    "a collective of FSDP for a model that was not passed to `Join`, or outside its steps (`summon_full_params`, a"
+    " state dict)",
+    "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
     "`Join([model, optimizer])` with the sharded model, or do it after the loop, on all ranks",
 )
 _DTENSOR = Refusal(
-    "collectives that assemble a `DTensor` (`full_tensor`, `redistribute`, norms of sharded gradients)",
-    "they need the shards of ranks that have joined, and zeros in their place would be wrong",
+    "a collective that assembles a `DTensor` (`full_tensor`, `redistribute`, norms of sharded gradients)",
+    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
     "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
 _ZERO = Refusal(
-    "DeepSpeed's collectives other than the forwards, backwards, steps and checkpoints of an engine passed to `Join`",
-    "they need the shards of ranks that have joined, and zeros in their place would be wrong",
+    "a collective of DeepSpeed outside the forwards, backwards, steps and checkpoints of an engine passed to `Join`",
+    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
     "the engine itself, `Join([engine])`; and read or write whole parameters before or after the loop",
 )
 _MODEL_AVERAGING = Refusal(

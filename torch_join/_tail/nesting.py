@@ -116,5 +116,6 @@ def read_ahead(rank: int) -> JoinError:
     return JoinError(
         f"Rank {rank} runs a backward after the end of its loop over join.batches: a prefetcher requests a batch before"
         " the model has seen the previous one, so the other ranks would miss its last batches. Put the prefetcher"
-        " inside: join.batches(prefetcher(loader)). Any other backward needs its own loop."
+        " inside: join.batches(prefetcher(loader)), fabric.strategy.batches(prefetcher(loader)). Any other backward"
+        " needs its own loop."
     )

@@ -590,7 +590,7 @@ def end_at_once(rank: int, gone: tuple[int, ...]) -> str:
 def test_who_finds_several_ranks_gone_does_not_blame_one(crowd: Workers) -> None:
     text = crowd.outcomes(10, end_at_once, (2, 5))[9].value
     assert text.startswith("Rank 2 failed, so rank 9 cannot go on. Rank 2: its process is gone")
-    assert "The same goes for rank 5, and any of them may have been the first." in text
+    assert "So did rank 5, and any of them may have been the first." in text
 
 
 def notice_late(rank: int, late: int) -> str:

@@ -193,7 +193,7 @@ def test_all_say_why_one_cannot_be_connected(workers: Workers) -> None:
         assert text.startswith("The ranks cannot be connected to each other")
         assert "rank 1: its parent in the tree cannot be reached, at " in text
         assert "Allow TCP connections" in text
-        assert "name one on each in GLOO_SOCKET_IFNAME" in text
+        assert "name the interface of one on each in GLOO_SOCKET_IFNAME" in text
 
 
 # ---------------------------------------------------------------- children that outlive their parent

@@ -150,7 +150,7 @@ def test_what_follows_a_model_and_was_not_given_is_named(workers: Workers, kind:
     assert nothing == []  # one rank speaks for all
     assert len(said) == 1
     assert re.search(FORGOTTEN[kind], said[0]), said[0]
-    assert "give it to Join" in said[0]
+    assert "pass it to Join" in said[0]
 
 
 @pytest.mark.parametrize("options", [{"may_break": True}, {"audit": True}, {"weighting": "samples"}], ids=str)
@@ -210,7 +210,7 @@ def test_an_average_that_one_rank_alone_keeps_is_named(
     others = ["missing", "missing", "missing"]
     others[keeper] = "changed"
     where = ", ".join(f"{what} on rank {rank}" for rank, what in enumerate(others[: len(lengths)]))
-    assert re.search(rf"not all ranks keep it: {name} in keep_on_one\(\), .* \({where}\)\. .* give it to Join", said[0])
+    assert re.search(rf"not all ranks keep it: {name} in keep_on_one\(\), .* \({where}\)\. .* pass it to Join", said[0])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_collective_of_another_loader_is_named(workers: Workers, lengths: tupl
             f"The loader of rank 1 calls a collective (of torch.distributed) for its batch {lengths[0]}"
             in outcome.error
         )
-        assert "waits for rank 0, which has run out of batches" in outcome.error
+        assert "waits for rank 0, which has finished" in outcome.error
 
 
 def train_from_a_queue(rank: int, lengths: tuple[int, ...]) -> Any:

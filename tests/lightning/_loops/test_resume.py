@@ -183,7 +183,7 @@ def test_a_place_that_nobody_can_have_again_warns(workers: Workers, tmp_path: Pa
     run = Reading(Fit((6, 4), epochs=2), stateful=False, mode="max_size_cycle", seeded=False)
     workers.run(2, fit_whole, run, str(tmp_path))
     results = workers.run(2, fit_warning, run, f"{tmp_path}/after-0-3.ckpt")
-    assert "where train dataloaders were in it is not known (DataLoader: A CombinedLoader" in results[0][2]
+    assert "the position of train dataloaders is unknown (DataLoader: A CombinedLoader" in results[0][2]
     assert "give it one, `DataLoader(..., generator=torch.Generator())`" in results[0][2]
     assert [steps for _, steps, _ in results] == [12, 12]
 

@@ -347,7 +347,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         "Dataloader 0 reads its own dataset on rank 0, while on other ranks a sampler distributes a shared",
     ),
     "own shards": (None, "have different lengths (4 to 5), and a sampler distributes each"),
-    "stream": ("dataset", "its dataset is iterable. Return the samples' indices from predict_step and give them"),
+    "stream": ("dataset", "its dataset is iterable. Return the samples' indices from predict_step and pass them"),
 }
 
 
