@@ -32,6 +32,7 @@ CASES = {
     "Lightning, rows": ("lightning", Case((1, 4), placeholder="rows", weighting="active"), False),
     "Lightning, by samples": ("lightning", Case((0, 2, 5, 3), weighting="samples", ranks_per_model=4), False),
     "Lightning, manual": ("lightning", Case((1, 3), weighting="active", manual=True), False),
+    "Lightning, by a callback": ("lightning", Case((0, 3), weighting="samples", callback=True), False),
     "Fabric": ("fabric", Case((0, 2, 5, 3), weighting="samples", window=2, clips=True), False),
     "Accelerate": ("accelerate", Case((1, 4), placeholder="rows", weighting="active", window=3), True),
     "Trainer, by samples": ("transformers", Case((0, 2, 5, 3), weighting="samples", ranks_per_model=4), False),
@@ -74,6 +75,7 @@ def draw(seed: int) -> tuple[str, Case, bool]:
         window=window,
         clips=pick.random() < 0.5,
         manual=manual,
+        callback=front_end == "lightning" and wrap == "ddp" and pick.random() < 0.3,
     )
     return front_end, case, pick.random() < 0.4
 

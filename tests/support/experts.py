@@ -37,6 +37,7 @@ class Case:
         window: Over how many steps gradients are accumulated.
         clips: Whether gradients are clipped by their norm over all ranks.
         manual: Whether Lightning's optimization is manual.
+        callback: Whether a `JoinCallback` makes Lightning's plain strategy join.
     """
 
     lengths: tuple[int, ...]
@@ -49,6 +50,7 @@ class Case:
     window: int = 1
     clips: bool = False
     manual: bool = False
+    callback: bool = False
 
     def batch(self, rank: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed(100 * rank + step)

@@ -7,11 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_join import DDPJoinStrategy, ModelParallelJoinStrategy
+from lightning_join import DDPJoinStrategy, JoinCallback, ModelParallelJoinStrategy
 from tests.support import experts
 from tests.support.experts import Case, Part
 from tests.support.front_ends.experts import batches_of
@@ -86,10 +87,12 @@ Found = tuple[int, list[Tensor], list[float], dict[str, float], list[int]]
 def lightning(rank: int, case: Case, streams: bool) -> Found:
     log, world = Log(), len(case.lengths)
     kind: Any = DDPJoinStrategy if case.wrap == "ddp" else partial(ModelParallelJoinStrategy, world, 1)
+    options: Any = {"weighting": case.weighting, "placeholder": case.placeholder}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=kind(weighting=case.weighting, placeholder=case.placeholder),
+        strategy=DDPStrategy() if case.callback else kind(**options),
+        callbacks=[JoinCallback(**options)] if case.callback else [],
         max_epochs=1,
         logger=log,
         log_every_n_steps=1,
