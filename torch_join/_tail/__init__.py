@@ -1,4 +1,4 @@
 """Which ranks are active at each step, and the tail: from the first rank that joins to the last.
 
-Begin with: `loop.py`, then `tail_log.py`.
+Start reading at `loop.py`, then `tail_log.py`.
 """

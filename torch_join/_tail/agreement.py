@@ -10,21 +10,21 @@ from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
 from torch_join._tail.records import Announcement
 
-# The payloads of these kinds are compared as well.
+# For these kinds the payloads are compared too.
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard", "module", "gradient")
 _WORD = tuple[int, int, str]
-_EVERY = 8  # steps; the first ones are all checked, since that is where a mistake in the program shows
+_EVERY = 8  # steps between two checks; the first 8 are all checked, because a mistake in the program shows there
 
 
 class Agreement:
     """A checksum of one active rank's announcements in a tail, which must be equal on all active ranks.
 
     Joined ranks follow the lowest active rank only. If another active rank did something else, the backend would pair
-    the wrong collectives: a hang, or silently wrong numbers. So in the first steps of a tail, and in every eighth step
-    after these, the active ranks sum their checksums and the lowest one checks the sum.
+    the wrong collectives: a hang, or silently wrong numbers. In the first steps of a tail, and then in every eighth
+    step, the active ranks sum their checksums and the lowest one checks the sum.
 
-    When a rank leaves, all active ranks first compare their announcements so far with the lowest rank's. Otherwise they
-    would look for each other's checksums, or for the log's next record, under different keys.
+    When a rank leaves, all active ranks first compare their announcements so far with the lowest rank's. Otherwise
+    ranks that disagree would use different keys for the next checksums and for the log's next record.
 
     Args:
         channel: The channel between the ranks.
@@ -36,8 +36,7 @@ class Agreement:
 
     def begin(self) -> None:
         """Start a tail."""
-        # Checksum, count, and the last announcement: its kind, and its payload if that is compared. Other threads read
-        # it.
+        # Checksum and count; the last announcement's kind, and its payload if compared. Other threads read this tuple.
         self._noted: tuple[int, int, str, Any] = 0, 0, "", None
         self._active: tuple[int, ...] = ()
         self._due: deque[tuple[str, int]] = deque()  # the comparisons to make, on the lowest active rank
@@ -52,9 +51,9 @@ class Agreement:
     def note(self, said: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
         """Add an announcement; return it encoded for sending, with its whole payload if this rank `leads`."""
         index, kind, payload = said
-        # Other payloads hold details that only the lowest rank needs, or may have.
+        # Other payloads hold details that only the lowest rank needs, and that may differ between ranks.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
-        if kind == "forward" and in_window:  # in a window, only a window of one batch syncs at its first forward
+        if kind == "forward" and in_window:  # ranks differ in whether the first forward syncs: a window may be 1 batch
             compared = payload[0], *payload[3:]
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted
@@ -62,10 +61,10 @@ class Agreement:
         return encoded if compared is payload or not leads else _codec.encode(said)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
-        """Compare, at the start of a step, the announcements before the last step; does not wait for other ranks.
+        """Compare the announcements so far, at the start of a step; does not wait for other ranks.
 
         Raises:
-            JoinError: The active ranks have announced different things.
+            JoinError: The active ranks' announcements differ.
         """
         if len(active) < 2:
             return
@@ -80,22 +79,22 @@ class Agreement:
         self._channel.contribute(key, self._noted[0], active)
         if rank != active[0]:
             return
-        # Other ranks may be behind, where a step has no sync: checksums that they have not sent yet are checked later.
+        # Without a sync in a step, other ranks may be behind: checksums that they have not sent yet are checked later.
         while self._due and (total := self._channel.contributed(self._due[0][0], active)) is not None:
             if total != len(active) * self._due.popleft()[1]:
                 raise self._disagreement()
         self._due.append((key, self._noted[0]))
 
     def note_change(self, rank: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """Compare all announcements up to the last step of the ranks that leave; every active rank calls this.
+        """Compare all announcements when ranks leave, up to their last step; every active rank calls this.
 
         Args:
             rank: This rank.
-            before: The active ranks in that step.
-            after: The active ranks in the next step; if there are none, all ranks compare.
+            before: The ranks that were active in that step.
+            after: The ranks that are active in the next step; if there are none, `before` replaces them.
 
         Raises:
-            JoinError: This rank and the lowest active one have announced different things.
+            JoinError: This rank's announcements differ from those of the lowest active rank.
         """
         lowest = min(after or before)
         among = f"{self._tail}/last/{len(after)}", before
@@ -115,7 +114,7 @@ class Agreement:
 
 
 def explain(statuses: dict[int, Any]) -> JoinError | None:
-    """Return the error that explains a failed collective, if the ranks' statuses show the cause.
+    """Return the error that explains a failed collective; `None` if the ranks' statuses do not show the cause.
 
     Args:
         statuses: By rank name, the `Status` of each rank that answered, or `None`.
@@ -123,7 +122,7 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
     models = {rank: status.models for rank, status in statuses.items() if status}
     for mine in models.values():
         for theirs in models.values():
-            # This does not depend on which rank is ahead: one has synced more with no more forwards.
+            # A rank that is merely ahead has run more forwards too; this one has only synced more.
             if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
                 synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                 return JoinError(explain_counts(synced))
@@ -144,7 +143,7 @@ def _places(words: dict[int, tuple[int, int, str]]) -> str:
 
 
 def explain_counts(synced: dict[int, list[int]]) -> str:
-    """Return the text of an error: ranks sync at different steps; given each rank's synced backwards by model."""
+    """Return the error text for ranks that sync at different steps, from each rank's synced backwards by model."""
     counts = ", ".join(f"rank {rank}: {' and '.join(map(str, by_model))}" for rank, by_model in sorted(synced.items()))
     return (
         f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is a sync at"

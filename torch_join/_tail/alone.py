@@ -23,7 +23,7 @@ class AloneDriver(LoopDriver):
     """A `LoopDriver` that never communicates with other ranks.
 
     Raises:
-        JoinValueError: There is a monitor, and more than one rank.
+        JoinValueError: The user passed a monitor, and there is more than one rank.
     """
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
@@ -46,7 +46,7 @@ class AloneDriver(LoopDriver):
     def finish(self, error: BaseException | None) -> None:
         if self.loop is None or self.loop.driver is None:
             return
-        # A context in a generator ends with a `GeneratorExit` after a `break`.
+        # After a `break`, a `with` inside a generator ends with a `GeneratorExit`.
         if error is None or isinstance(error, GeneratorExit):
             self.loop.measure()
         else:
@@ -100,7 +100,7 @@ class AloneDriver(LoopDriver):
         except GeneratorExit:
             reader.leave()
             watch.leave()
-            if not is_left_on_purpose():  # an error ended it: this is no epoch to measure
+            if not is_left_on_purpose():  # an error ended the loop, so this epoch is not measured
                 loop.stopwatch = None
             raise
         finally:

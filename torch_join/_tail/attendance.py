@@ -1,4 +1,4 @@
-"""Which ranks take part in each step of a loop, and what this rank does about it."""
+"""Finds out which ranks are active at each step of a loop, and makes this rank raise, serve or continue."""
 
 import threading
 from collections import defaultdict
@@ -29,7 +29,7 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Attendance(Driver):
-    """The half of a `LoopDriver` that meets other ranks, and tells participants where in a step they are.
+    """The half of a `LoopDriver` that meets other ranks, and that participants ask about the current step.
 
     Args:
         objects: Everything passed to `Join`.
@@ -39,22 +39,22 @@ class Attendance(Driver):
     Attributes:
         given: Everything passed to `Join`, in the same order on all ranks.
         members: Which ranks are active.
-        tail: What to do when ranks join and when all have joined.
+        tail: Acts when ranks join, and when all ranks have joined.
         rebalancing: The rebalancing state that outlives a loop.
         telling: Reports errors raised inside it to the other ranks.
-        place: Where this rank's own code is.
+        place: Where this rank's user code is.
         loop: The current loop over `batches`, or the last one.
         loops: The number of loops so far.
         step: Finds out which ranks are active at the current step.
         steps: What the optimizers have done in the current step.
         step_number: The current step, counted from the start of the loop.
         plain_steps: The number of steps outside `batches`.
-        own_taken: How many of its own batches this rank has taken in loops with placeholders.
-        end_with_loop: Ends the `with`, if it is to end with its only loop. Called when this rank has left the loop by
-            `break` and is about to communicate with other ranks.
+        own_taken: The number of batches (not placeholders) that this rank has taken in loops with placeholders.
+        end_with_loop: Ends the `with`, if it ends with its only loop. Called after a `break`, when this rank is about
+            to communicate with other ranks.
         framework: See `Remarks`.
         remarks: Writes log messages about the loop.
-        log_epoch: Called after every measured loop with the monitor's metrics and the number of the last step.
+        log_epoch: Called after each measured loop with the monitor's metrics and the number of the last step.
     """
 
     end_with_loop: Callable[[], None] | None = None
@@ -63,7 +63,7 @@ class Attendance(Driver):
 
     def __init__(self, objects: list[Any], options: Options, group: Any) -> None:
         self.given, self.options = objects, options
-        weighs = options.placeholder is None  # else losses are weighted where backwards start: see `WeighedLosses`
+        weighs = options.placeholder is None  # with placeholders, `WeighedLosses` weights the losses instead
         self.members = Membership(group, options.weighting if weighs else "world", weighs and options.may_break)
         self.tail = Tail(objects, options)
         self.rebalancing = Rebalancing(self.members, options.rebalance)
@@ -90,10 +90,10 @@ class Attendance(Driver):
         self.steps = Steps(self.given)
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
-        self._uneven_loops: set[tuple[int, int]] = set()  # ended uneven loops, each with a model that it trained
+        self._uneven_loops: set[tuple[int, int]] = set()  # pairs of an ended uneven loop and a model that it trained
 
     def _weigh(self) -> None:
-        if self.options.placeholder is None:  # else losses are weighted where backwards start: see `WeighedLosses`
+        if self.options.placeholder is None:  # with placeholders, `WeighedLosses` weights the losses instead
             self.members.weigh(self.options.weighting, self.options.may_break)
 
     def _renew_tail_log(self) -> None:
@@ -109,7 +109,7 @@ class Attendance(Driver):
 
     @property
     def backward_collectives(self) -> bool:
-        """Whether all backwards are announced piece by piece, even before anything shows the need for it."""
+        """Whether all backwards are announced piece by piece, even before a collective in a backward requires it."""
         return self._backward_collectives
 
     @backward_collectives.setter
@@ -131,7 +131,7 @@ class Attendance(Driver):
 
     @property
     def is_even(self) -> bool:
-        """Whether this step is like the one before it, and leaves no work for the next one."""
+        """Whether all ranks are active in this step as in the one before, and no check or preparation is pending."""
         members = self.members
         return (
             len(members.active) == len(members.before) == members.world_size
@@ -146,14 +146,14 @@ class Attendance(Driver):
         return self.loop is not None and self.step_number > self.loop.first
 
     def meet_without_input(self) -> None:
-        """Meet as a rank that has no batch; serve the other ranks until all have joined."""
+        """Meet as a rank without a batch; then serve the other ranks until all have joined."""
         if self.step.has_arrived:
             self.step.meet()
         self.step.meet_now(False)
         self.go_on()
 
     def meet(self) -> None:
-        """Finish a loop that this rank has left, and hold the meeting that was put off, if any."""
+        """Finish a loop that this rank has left; then hold the deferred meeting, if any."""
         if self.place is Place.LEFT:
             self.return_to_loop()
         self.step.meet()
@@ -165,10 +165,10 @@ class Attendance(Driver):
                 model.deferred = 0
 
     def go_on(self, asked: bool = True) -> bool:
-        """Act on which ranks are active: throw, serve, start or end the tail. Return whether this rank is active.
+        """Raise, serve, or start or end the tail, depending on the active ranks. Return whether this rank is active.
 
         Args:
-            asked: Whether this rank's code is asking for a batch; if not, it is inside a step.
+            asked: Whether this rank's code is asking for a batch; otherwise it is inside a step.
         """
         members, loop = self.members, self.loop
         joined, is_first = members.joined, len(members.before) == members.world_size
@@ -178,7 +178,7 @@ class Attendance(Driver):
             self.tail.end(self.step_number, has_run=self.place is not Place.ENDED)
             return not joined
         if is_first and not self._steps_elsewhere:
-            for model in self.tail_log.models():  # all ranks come here
+            for model in self.tail_log.models():  # all ranks reach this line
                 model.prepare()
         if members.uneven:
             self.remarks = self.remarks or Remarks(members, self.options, self.framework)
@@ -209,9 +209,9 @@ class Attendance(Driver):
 
     @property
     def _steps_elsewhere(self) -> bool:
-        """Whether another thread than the one that runs the steps asks for batches, so that a step may be running."""
+        """Whether a thread other than the one that runs the steps asks for batches, so that a step may be running."""
         here = threading.get_ident()
-        # Before its first forward, a rank's steps run in the thread that entered the `with`.
+        # Before a rank's first forward, assume that its steps run in the thread that entered the `with`.
         steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else here
         return self.loop is not None and self.in_loop and here != steps_in
 
@@ -227,7 +227,7 @@ class Attendance(Driver):
     # ------------------------------------------------------------ the end of a loop
 
     def return_to_loop(self) -> None:
-        """Finish a loop that this rank has left by `break`, before it does anything else with other ranks."""
+        """Finish a loop that this rank has left by `break`, before it communicates with other ranks again."""
         loop = self.loop
         if self.place is not Place.LEFT or self.members.serves or loop is None:
             return
@@ -275,7 +275,7 @@ class Attendance(Driver):
 
     @property
     def clears(self) -> list[Clears]:
-        """Watches on `zero_grad` of the given optimizers (the innermost of wrapped ones) and models."""
+        """The watches on `zero_grad` of the user's models and optimizers (the innermost one, if wrapped)."""
         if not self._clears:
             found = {id(inner): inner for thing in self.given if (inner := innermost_optimizer(thing)) is not None}
             models = [module for each in self.tail_log.models() for module in each.modules]
@@ -317,19 +317,19 @@ class Attendance(Driver):
             self.loop.stepped = True
             self.loop.forwarded = self.loop.forwarded or self.place is Place.LOOP
             if self.place is Place.LOOP and self.loop.schedule.lengths is not None:
-                return True  # with certain lengths no meeting is put off
+                return True  # with certain lengths no meeting is deferred
         self.step.arrive()
-        # While the tap listens, this rank finds out who is active before any collective, so the answer can wait.
-        # If all ranks are certain to be active, it only brings news of a `break`.
+        # While the tap is installed, this rank meets before its next collective, so it need not meet here.
+        # If this rank presumes that all ranks are active, the meeting can only report a `break`.
         late = self.tail_log.tap.installed and (self.in_loop or self.members.announces)
         late = late or (self.loop is not None and self.loop.schedule.presumes_all)
-        # A `break` cannot be foreseen, and the comparison when a rank leaves needs the state before this forward.
+        # A `break` cannot be predicted, and the comparison when a rank leaves needs the state before this forward.
         if waits or self._throws or not late or (self.options.may_break and not self.members.uneven):
             self.step.meet()
         return not self.step.has_arrived
 
     def before_notice(self, participant: Participant) -> None:
-        """See `Driver`; without a model whose forward shows it, a step starts here at the first participant."""
+        """See `Driver`; without a model, whose forward starts a step, the first custom participant starts it here."""
         self.return_to_loop()
         if not _nesting.is_entered(self):
             return
@@ -360,14 +360,14 @@ class Attendance(Driver):
 
     @property
     def _is_read_elsewhere(self) -> bool:
-        """Whether another thread ran the last loop and it was even: its steps may come after its end."""
+        """Whether another thread ran the last loop, and the loop was even: its steps may still run after its end."""
         if (loop := self.loop) is None or self.place is not Place.ENDED:
             return False
         return not loop.uneven and loop.thread != threading.get_ident()
 
     def before_collective(self, operation: str, ranks: Collection[int] | None = None, waits: bool = True) -> None:
-        """Prepare for a collective of this rank's user code: see `Parting`."""
-        self.meet()  # after a meeting, a rank knows which step it is in
+        """Prepare for a collective in this rank's user code: see `Parting`."""
+        self.meet()  # `Parting` needs to know which ranks are in their last step
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
             with self.telling:
                 self.tail_log.parting.before_collective(operation, waits)

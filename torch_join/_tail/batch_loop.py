@@ -24,20 +24,20 @@ from torch_join._tail.reader import Reader
 from torch_join._tail.resuming import OVER, check_resumed
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # what ranks exchange at the start
-# How a rank starts a loop: by asking for a batch; or its code never asked, with or without batches left.
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # exchanged when a loop starts
+# How a rank starts a loop: its code asks for a batch, or never asked (and it has no batches, or has some).
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
 
 class Place(Enum):
-    """Where this rank's own code is, as far as its `Join` can tell."""
+    """Where this rank's user code is, as far as `Join` can tell."""
 
     OUTSIDE = "outside"  # in the `with`, before any loop
     LOOP = "loop"  # in a loop over `batches`
-    LEFT = "left"  # after a loop that it left by `break`, which the other ranks do not know yet
-    FINISHING = "finishing"  # as LEFT, but about to communicate, so it finishes that loop first
+    LEFT = "left"  # after a loop that it left by `break`; the other ranks do not know this yet
+    FINISHING = "finishing"  # after a `break` too, but finishing that loop, since it is about to communicate
     ENDED = "ended"  # after a loop that has ended on all ranks
-    PLAIN = "plain"  # in, or after, a loop without `batches`, where the ranks meet at a model's forward
+    PLAIN = "plain"  # in or after a loop without `batches`, where the ranks meet at a model's forward
 
 
 class BatchLoop:
@@ -46,21 +46,21 @@ class BatchLoop:
     Args:
         driver: The loop's `LoopDriver`.
         reader: Reads the batches.
-        asked: Whether a batch was asked for; if not, this rank's code is elsewhere.
+        asked: Whether this rank's code asked for a batch; if not, it has passed this loop by.
         number: The loop's number in its `with`, from 1.
         first: The step at which a resumed loop starts; -1 or `OVER` for other loops.
 
     Attributes:
         first: The first step, never negative.
         schedule: Determines which ranks are active at each step.
-        stepped: Whether the step's batch has been used.
-        forwarded: Whether the loop runs forwards of a given model.
-        reads_ahead: Whether a second batch was asked for before any such forward.
+        stepped: Whether this rank's code has used the step's batch.
+        forwarded: Whether a model passed to `Join` has run a forward in the loop.
+        reads_ahead: Whether user code asked for a second batch before any such forward.
         uneven: Whether some rank has run out of batches before another.
-        trains: The indices of the models that had a backward in this loop, on this rank or followed by it.
+        trains: The indices of the models that had a backward in this loop, run or mirrored by this rank.
         thread: The thread that iterates.
         source: Reads this rank's own batches, if batches are rebalanced.
-        is_over: Whether all ranks have left the loop, and this one has yet to end the `with` that ends with it.
+        is_over: Whether all ranks have left the loop, but this rank still has to end the `with` around it.
         placeholders: Runs the loop, if finished ranks run placeholders in it.
         stopwatch: Measures the loop, if the user passed a monitor.
     """
@@ -78,8 +78,8 @@ class BatchLoop:
         self.placeholders: PlaceholderLoop | None = None
         self.stopwatch: Stopwatch | None = None
         self._grad_enabled = torch.is_grad_enabled()
-        self._left_at = 0  # the steps that there were when this rank left by `break`
-        self._even_until = 0  # every step before this one is even: all ranks have a batch, and more to come
+        self._left_at = 0  # the number of steps when this rank left by `break`
+        self._even_until = 0  # in each step before this one, all ranks have a batch and another one after it
 
     @property
     def is_current(self) -> bool:
@@ -88,7 +88,7 @@ class BatchLoop:
         return driver is not None and driver.place is Place.LOOP and driver.loop is self
 
     def drop(self) -> None:
-        """Undo everything that is in force, and break reference cycles: an error may hold the loop's iterator."""
+        """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
         if self.placeholders is not None:
             self.placeholders.drop()
         self.driver = None
@@ -117,7 +117,7 @@ class BatchLoop:
         if self.asked:
             driver.tail.reads.forget()
         driver.tail.early_exit, driver.unasked = driver.unasked, None
-        # A rank that has no batch is refused too where it would receive some.
+        # With rebalancing or placeholders, a rank without its own batches gets some, so it must ask for them too.
         refused = (_UNASKED, _EMPTY) if driver.rebalancing.enabled or placeholder is not None else (_UNASKED,)
         _nesting.refuse_unasked(members.named(rank for rank, way in enumerate(ways) if way in refused))
         if placeholder is not None:
@@ -219,7 +219,7 @@ class BatchLoop:
                 loop._go_through_end()
             elif loop.is_current:
                 loop.leave()
-            if not on_purpose and driver.members.world_size == 1:  # an error ended it: this is no epoch to measure
+            if not on_purpose and driver.members.world_size == 1:  # an error ended the loop: do not measure it
                 loop.stopwatch = None
             raise
         finally:
@@ -230,9 +230,9 @@ class BatchLoop:
         loop.measure()
 
     def _begin_step(self) -> bool:
-        """Start a step with the ranks that are active; if this rank is not, serve them. Return whether it is active."""
+        """Start a step with the active ranks; serve them if this rank has joined. Return whether it is active."""
         driver, schedule, number = self.driver, self.schedule, self.driver.step_number
-        if number < self._even_until and self.reader.has_next():  # the common case, at next to no cost
+        if number < self._even_until and self.reader.has_next():  # the common case, which must cost almost nothing
             driver.steps.skip()
             if number % 2:
                 raise_any(driver.tail_log.channel.failure())
@@ -250,7 +250,7 @@ class BatchLoop:
             driver.tail.note()
         schedule.check(number)
         if schedule.lengths is not None and driver.is_even:
-            self._even_until = min(schedule.lengths) - 1  # the last step of some rank
+            self._even_until = min(schedule.lengths) - 1  # the last step of the rank with the fewest batches
         return goes_on
 
     def status(self) -> tuple[int, list[int]] | None:
@@ -273,12 +273,12 @@ class BatchLoop:
         return self.stepped and not awaits and lengths[driver.members.rank] == driver.step_number + 1
 
     def _go_through_end(self) -> None:
-        """End a loop that is closed after this rank's last batch as if another batch had been asked for."""
+        """End a loop, closed after this rank's last batch, as if user code had asked for another batch."""
         driver, log = self.driver, self.driver.tail_log
         if self.stopwatch is not None:
             self.stopwatch.ask()
         driver.step_number += 1
-        # An error raised while a generator closes is lost, so it is raised when this rank next meets others.
+        # An error raised while a generator closes is lost, so `telling` raises it again at this rank's next meeting.
         with suppress(BaseException):
             try:
                 with driver.telling:
@@ -294,7 +294,7 @@ class BatchLoop:
                 log.tap.install()
 
     def leave(self, at_once: bool = True) -> None:
-        """Leave by `break`; `at_once` unless this rank's own code has run since."""
+        """Leave the loop by `break`; `at_once` unless user code has run since the `break`."""
         driver, log, in_tail = self.driver, self.driver.tail_log, self.driver.members.announces
         if self.stopwatch is not None:
             self.stopwatch.leave()
@@ -302,14 +302,14 @@ class BatchLoop:
         log.remember_gradients()
         lengths, ends_at = self.schedule.lengths, driver.step_number + 1
         self._left_at = ends_at
-        # If no rank can run out before another, no state will be handed over.
+        # If no rank can run out before another, there is no handover.
         ends = in_tail or lengths is None or min(lengths) <= ends_at < max(lengths)
         driver.tail.leave_early(watches=at_once and ends and driver.members.world_size > 1)
         driver.place, log.has_to_meet = Place.LEFT, True
         self.stepped = driver.step.drop() or self.stepped
         log.parting.end()
-        # Others may still train, or wait at the end of the `with`: this rank's next collective finishes the loop first.
-        # All ranks must decide alike at a step that is, or may be, the last one of some rank.
+        # Other ranks may still train, or wait at the end of the `with`: with the tap, this rank's next collective first
+        # finishes the loop. All ranks must choose alike at a step that is, or may be, some rank's last one.
         is_last = (lengths is None or ends_at in lengths) and not isinstance(self.schedule, Planned)
         if in_tail or is_last or driver.members.meets_late or driver.end_with_loop is not None:
             log.tap.install()
@@ -324,7 +324,7 @@ class BatchLoop:
         if isinstance(self.schedule, EachUse) and self.forwarded and not self.stepped:
             raise _nesting.left_amid(driver.members.name, driver.step_number)
         with driver.telling:
-            if self.schedule.lengths is not None:  # a rank that left with its last batch is known to be done
+            if self.schedule.lengths is not None:  # if this rank left at its last batch, all ranks know that it is done
                 driver.step_number += 1
                 driver.steps.now = False
                 driver.step.know(driver.step_number, self.schedule.lengths)
@@ -340,7 +340,7 @@ class BatchLoop:
 
     def measure(self) -> None:
         """Log and measure a loop that has ended; all ranks meet if there is a monitor."""
-        if (driver := self.driver) is None:  # the `with` has ended, and some code still holds its iterator
+        if (driver := self.driver) is None:  # the `with` has ended, but some code still holds the loop's iterator
             return
         rebalancing = driver.rebalancing
         trains = bool(self.trains) if self.placeholders is None else self.placeholders.losses.trains

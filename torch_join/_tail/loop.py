@@ -1,4 +1,4 @@
-"""The driver of a `Join`: where in its loops this rank is, and which ranks take part in each step."""
+"""The driver of a `Join`: it runs the user's loops and knows which ranks take part in each step."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -34,17 +34,17 @@ P = TypeVar("P", bound=Participant)
 class LoopDriver(Attendance):
     """The driver of user loops: those over `batches`, and plain loops, where each forward starts a step.
 
-    Made like `Attendance`.
+    Its arguments are those of `Attendance`.
 
     Attributes:
         named: The loops by name.
-        unasked: What was noted when user code started a loop that it never asked for a batch.
+        unasked: The state noted when user code started a loop without ever asking it for a batch.
         is_one_loop: Whether, on all ranks, the `with` contains one loop over `batches` and nothing else.
-        begins_with_loop: Whether all ranks first meet at the start of that loop, and not at the start of the `with`.
+        begins_with_loop: Whether all ranks first meet at the start of that loop instead of at the start of the `with`.
         asks: Whether this rank's user code asks its loops for batches.
-        positions: Starts loops of the last used name at the place in the loaded state.
-        find_other_place: Returns this rank's place in a loader other than the loop's, by its number; by default its
-            places in loops of other names.
+        positions: Starts loops of the last used name, from the place in the loaded state if there is one.
+        find_other_place: Returns this rank's place in a loader other than the loop's, given that loader's number; by
+            default the places in loops of other names.
         signals: The signals that ask the job to stop.
     """
 
@@ -63,7 +63,7 @@ class LoopDriver(Attendance):
         self._make_participants()
 
     def _make_participants(self) -> None:
-        if self.options.placeholder is None:  # else finished ranks follow nothing
+        if self.options.placeholder is None:  # with placeholders, finished ranks follow nothing
             self.tail_log.participants = make_participants(self, self.given, self.options.hooks)
         self.add(PositionExchange)
         self.add(StopExchange)
@@ -102,11 +102,11 @@ class LoopDriver(Attendance):
     def finish(self, error: BaseException | None) -> None:
         """End a `with`, with or without an error; all ranks meet."""
         if error is not None:
-            self.telling.raised = None  # this error is let through, also if it was raised from that one
+            self.telling.raised = None  # raise `error` itself, not an earlier one that may have caused it
         with self.telling:
             if error is not None:
                 raise error
-            if self.in_loop and self.loop is not None:  # left by `break`, while a variable holds its iterator
+            if self.in_loop and self.loop is not None:  # user code left by `break`, but a variable holds the iterator
                 self.loop.leave(at_once=False)
             self._unbegun.begin_all()
             self.return_to_loop()
@@ -117,14 +117,14 @@ class LoopDriver(Attendance):
                     self.members.last_joiner = verdict
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
-            # No rank's process ends before all ranks get here.
+            # This gather keeps each process alive until all ranks get here.
             said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
             compare(said, self.members.global_ranks)
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
 
     def leave(self) -> None:
-        """Remove everything: participants and the tap refer to this driver, and it to the group with its threads."""
+        """Remove participants and the tap: they refer to this driver, which keeps the group and its threads alive."""
         self.step.reset()
         self.telling.raised = None
         if not self.signals.lasts:
@@ -153,20 +153,20 @@ class LoopDriver(Attendance):
 
     @property
     def certain_lengths(self) -> list[int] | None:
-        """All ranks' numbers of batches in the current or last loop, if these are certain."""
+        """By rank, the number of batches in the current or last loop; `None` if these are not certain."""
         if self.loop is None or self.loop.placeholders is None:
             return None if self.loop is None else self.loop.schedule.lengths
         return self.loop.placeholders.lengths
 
     @property
     def was_even(self) -> bool:
-        """Whether all ranks were certain to have the same number of batches in the current or last loop."""
+        """Whether the lengths of the current or last loop are certain, and equal on all ranks."""
         certain = self.certain_lengths
         return certain is not None and min(certain) == max(certain)
 
     @property
     def trained_ahead(self) -> list[Any]:
-        """The models that the last loop trained, if it was uneven and asked for batches ahead of its steps."""
+        """The models trained in the last loop, if it was uneven and user code read its batches ahead."""
         loop = self.loop
         if loop is None or not (loop.reads_ahead and loop.uneven):
             return []
@@ -174,31 +174,31 @@ class LoopDriver(Attendance):
 
     @property
     def share(self) -> Share | None:
-        """Whose batch this rank has at the current step of a loop over `batches`."""
+        """The owner and index of this rank's batch in the current step of a loop over `batches`."""
         planned = None if self.loop is None else self.loop.schedule.share
         if planned is not None or not self.in_loop or self.members.joined:
             return planned
         return Share(self.members.rank, self.step_number)
 
     def find_members(self) -> Membership:
-        """Hold the meeting that was put off, if any; return which ranks take part in the current step."""
+        """Hold the deferred meeting, if any; return which ranks take part in the current step."""
         self.meet()
         return self.members
 
     def find_active(self) -> tuple[int, ...]:
-        """Hold the meeting that was put off, if any; return the ranks that have a batch at the current step."""
+        """Hold the deferred meeting, if any; return the ranks that have a batch at the current step."""
         return self.find_members().active if self.placeholders is None else self.placeholders.find_active()
 
     @property
     def counts(self) -> bool:
-        """Whether batches are counted."""
+        """Whether the weighting uses a count of each batch."""
         return self.options.weighting not in ("world", "active")
 
     def check_together(self, call: str) -> None:
-        """Hold the meeting that was put off, if any, before a call that needs all ranks.
+        """Hold the deferred meeting, if any, and check that all ranks are active, which `call` needs.
 
         Raises:
-            JoinError: Some rank has joined, or this cannot be known.
+            JoinError: Some rank has joined, or the loop is a plain `for`, where this is unknown.
         """
         with self.telling:
             if self.place is Place.PLAIN:
@@ -224,7 +224,7 @@ class LoopDriver(Attendance):
         """Raise if rows for `gather` include rows of placeholders from the loops that have ended.
 
         Raises:
-            JoinValueError: There are more structures of rows than this rank had batches.
+            JoinValueError: `rows` is a list of more steps than this rank had batches.
         """
         last = None if self.loop is None else self.loop.placeholders
         if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self.own_taken:
@@ -236,19 +236,19 @@ class LoopDriver(Attendance):
                 )
 
     def find_last_step(self) -> bool:
-        """Hold the meeting that was put off, if any; return whether this step is known to be the last on all ranks."""
+        """Hold the deferred meeting, if any; return whether this step is known to be the last one on all ranks."""
         if self.placeholders is not None:
             return self.placeholders.reader.hear().is_last_step
-        if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else a plan knows
+        if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else the plan knows
             self.meet()
         return self.step.is_last
 
     def find_main_joined(self) -> bool:
-        """Hold the deferred meeting; return whether rank 0, which saves and logs, has joined, but this rank has not."""
+        """Hold the deferred meeting; return whether rank 0, which saves and logs, has joined and this rank has not."""
         return self.tail_log.meet() and 0 not in self.members.active
 
     def find_acting_main(self) -> bool:
-        """Hold the meeting that was put off; return whether this rank acts as rank 0, which has joined."""
+        """Hold the deferred meeting; return whether rank 0 has joined and this rank acts in its place."""
         return self.find_main_joined() and self.members.leads
 
     def stop_requested(self) -> bool:
@@ -282,8 +282,8 @@ class LoopDriver(Attendance):
         """Return every rank's place in its loader, by rank; all active ranks call this at the same step.
 
         Args:
-            name: The call to name in errors.
-            which: The loader's number: 0 for the current or last loop's; for others see `find_other_place`.
+            name: The call, for errors.
+            which: The loader's number: 0 for the current or last loop's loader; for others see `find_other_place`.
         """
         self.meet()
         with self.telling:
@@ -293,7 +293,7 @@ class LoopDriver(Attendance):
         return next(each for each in self.tail_log.participants if isinstance(each, kind))
 
     def is_amid_window(self) -> bool | None:
-        """Whether this rank holds gradients of an unfinished accumulation; `None` if that cannot be known yet."""
+        """Whether this rank holds gradients of an unfinished accumulation; `None` if that is not known yet."""
         if self.loop is not None and self.loop.placeholders is not None:
             return self.loop.placeholders.losses.holds_gradients
         models = self.tail_log.models()
@@ -301,7 +301,7 @@ class LoopDriver(Attendance):
         return True in said or (None if None in said else False)
 
     def find_place(self, which: int = 0) -> LoaderPlace | None:
-        """Return this rank's place in the loader of this number; `None` if no loop over it has started."""
+        """Return this rank's place in the loader numbered `which`; `None` if no loop over it has started."""
         if which:
             return self.find_other_place(which)
         loop = self.loop
@@ -319,9 +319,9 @@ class LoopDriver(Attendance):
         return Batches(partial(self._begin_later, name=name, placeholder=placeholder), loader)
 
     def _begin_later(self, loader: Iterable[T], name: str, placeholder: Placeholder | None) -> Iterator[T]:
-        """Iterate over `loader` from the first `next`, or from where the user's code should have called it."""
+        """Start a loop at the first `next`; if there is none, before the next loop or the end of the `with`."""
         go_through = partial(self.go_through, loader, name=name, placeholder=placeholder)
-        # Only a rank without batches may rightly never ask for one.
+        # Only a rank without batches has a valid reason never to ask for one.
         has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
         watch = None if has_some else partial(self.tail.watch_unasked, is_length_certain(loader))
         left, since = None if watch is None else watch(), self.tail.handovers
@@ -335,8 +335,8 @@ class LoopDriver(Attendance):
         watch: Callable[[], EarlyExit] | None,
         since: int,
     ) -> Iterator[T]:
-        """Go through a loop that this rank's code has passed without asking it for a batch."""
-        if watch is not None and self.tail.handovers > since:  # an earlier loop's handover: no change by user code
+        """Go through a loop that user code passed without asking it for a batch."""
+        if watch is not None and self.tail.handovers > since:  # an earlier loop's handover has changed the state since
             left = watch()
         self.unasked = left
         if left is not None:
@@ -361,7 +361,7 @@ class LoopDriver(Attendance):
             with self.telling:
                 _nesting.check_entered(self)
                 if self.in_loop and self.loop is not None and not self.loop.reader.has_next():
-                    self.loop.leave(at_once=False)  # a loop by iter() and next(), which never asks for the end
+                    self.loop.leave(at_once=False)  # a loop with iter() and next() that never asked past the last batch
                 if self.in_loop:
                     raise _nesting.nested()
                 self.meet()
@@ -378,7 +378,7 @@ class LoopDriver(Attendance):
     def _open(
         self, loader: Iterable[T], reader_of: Callable[[Iterable[T]], Reader[T]], name: str | None
     ) -> tuple[int, Reader[T]]:
-        """Return a loop's first step and its reader; without a name, the front end has set `positions`."""
+        """Return a loop's first step and its reader; for loops without a name, the front end has set `positions`."""
         if name is None:
             return self.positions.first_step, self.positions.open(loader, reader_of)
         if self.named.begin(name):

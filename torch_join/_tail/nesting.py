@@ -1,4 +1,4 @@
-"""Checks of several `Join`s in one process at a time, and of loops that are not allowed."""
+"""Checks against conflicts between nested `Join`s, and against loops that are not allowed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
     """Note that a driver's `Join` is entered.
 
     Raises:
-        JoinError: It already is; or another entered `Join` shares an object with it, or is in its loop.
+        JoinError: The `Join` is already entered, or shares an object with another one, or is inside another one's loop.
     """
     for other in _entered:
         if other.driver is driver:
@@ -59,7 +59,7 @@ def check_entered(driver: object, what: str = "A loop over join.batches was begu
 
 
 def leave(driver: object) -> None:
-    """Note that a driver's `Join` is left; does nothing if it was not entered."""
+    """Note that a driver's `Join` has ended; does nothing if it was not entered."""
     _entered[:] = [other for other in _entered if other.driver is not driver]
 
 
@@ -81,7 +81,7 @@ def left_behind() -> JoinError:
 
 
 def left_amid(rank: int, step: int) -> JoinError:
-    """Return the error for a `break` between a batch and the model's forward, if ranks may leave in any step."""
+    """Return the error for a `break` after taking a batch and before the model's forward, with `may_break=True`."""
     return JoinError(
         f"Rank {rank} left its loop at step {step}, after taking a batch and before the model's forward, when the other"
         " ranks already rely on that forward. Break at the end of a step."
@@ -89,10 +89,10 @@ def left_amid(rank: int, step: int) -> JoinError:
 
 
 def refuse_unasked(ranks: Sequence[int]) -> None:
-    """Raise if some ranks have batches in a loop and ask for none.
+    """Raise if there are ranks that have batches in a loop but never asked for one.
 
     Raises:
-        JoinError: There are such ranks.
+        JoinError: `ranks` is not empty.
     """
     if ranks:
         raise JoinError(

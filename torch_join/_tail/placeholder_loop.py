@@ -33,8 +33,8 @@ class PlaceholderReader(Reader[Any]):
     """Reads this rank's batches, and then placeholders while other ranks have batches.
 
     With certain lengths and no counting, ranks exchange nothing. Otherwise there is one exchange per step. A rank with
-    a batch sends its part as the step starts, and receives the others' when it asks who is active: in its backward, or
-    as the next step starts. A rank without one waits for them at once, unless it knows that they continue.
+    a batch sends its message when the step starts, and waits for the other ranks' messages in its backward, or when the
+    next step starts. A rank without a batch waits for them at once, unless lengths are certain.
 
     Args:
         source: The reader of this rank's own batches.
@@ -48,7 +48,7 @@ class PlaceholderReader(Reader[Any]):
 
     Attributes:
         step: Which ranks have a batch in the current or last step.
-        note: Called with the ranks that have a batch in a step, and its number.
+        note: Called in each step with the ranks that have a batch, and the step's number.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PlaceholderReader(Reader[Any]):
         self._count, self._first, self._throws = count, first, throws
         self.step = ReadStep(tuple(range(self._members.world_size)), False)
         self._next = first  # the next step to take
-        self._has_begun = self._has_arrived = False  # that step; and its exchange, whose result is not received yet
+        self._has_begun = self._has_arrived = False  # whether that step has begun; whether its exchange is pending
         self._counted, self._last = 0.0, None
         self.note: Callable[[Sequence[int], int], None] = lambda *_: None
         losses.step = self.hear
@@ -80,7 +80,7 @@ class PlaceholderReader(Reader[Any]):
     def has_next(self, ahead: int = 1) -> bool:
         if self._lengths is not None:
             goes_on = self._next + ahead <= max(self._lengths)
-            if not goes_on and self._source.has_next():  # `has_next` also lets the iterator reach its end
+            if not goes_on and self._source.has_next():  # this call also lets the iterator reach its end
                 raise wrong_length(self._members.name, self._lengths[self._members.rank], self._next, True)
             return goes_on
         if not self._has_begun:
@@ -106,7 +106,7 @@ class PlaceholderReader(Reader[Any]):
         return batch
 
     def _begin(self) -> None:
-        """Start the next step: send this rank's count, and whether it has a batch if that is not certain."""
+        """Start the next step: send this rank's count and, unless lengths are certain, whether it has a batch."""
         self._losses.before = self.hear().active_ranks or self._losses.before
         self._has_begun = True
         rank, has = self._members.rank, self._source.has_next()
@@ -124,7 +124,7 @@ class PlaceholderReader(Reader[Any]):
             self._has_arrived = True
 
     def hear(self) -> ReadStep:
-        """Wait for the other ranks' part of the current exchange, if it is pending; return who is active.
+        """Wait for the other ranks' messages if the current exchange is pending; return which ranks are active.
 
         Raises:
             JoinValueError: Some ranks have left the loop.
@@ -147,7 +147,7 @@ class PlaceholderReader(Reader[Any]):
         return self.step
 
     def _share(self, source: int) -> None:
-        """Send a batch's structure to ranks that have had no batch; all ranks call this."""
+        """Send a batch's structure from rank `source` to ranks that have had no batch; all ranks call this."""
         with self._log.own_collectives(), on_device(self._members.group):
             packed = None
             if self._members.rank == source:
@@ -159,11 +159,11 @@ class PlaceholderReader(Reader[Any]):
 
 
 class Together(Schedule):
-    """All ranks have the same number of steps; each step's exchange shows whether there is another one.
+    """Gives all ranks the same number of steps; each step's exchange shows whether there is another one.
 
     Args:
         step: The loop's steps.
-        reader: Makes the exchange.
+        reader: Runs the exchange.
         tail_log: The ranks' log.
     """
 
@@ -196,7 +196,7 @@ class PlaceholderLoop:
         reader: Reads batches and placeholders.
 
     Raises:
-        UnsupportedError: One of `given` cannot take part.
+        UnsupportedError: An object in `given` cannot take part.
     """
 
     def __init__(
@@ -229,10 +229,10 @@ class PlaceholderLoop:
             first,
             options.throw_on_early_termination,
         )
-        self._logged = -1, 0  # the last step with a logged value, and the number of earlier ones in it
+        self._logged = -1, 0  # the last step with a logged value, and the number of earlier values in that step
 
     def schedule(self, step: Step) -> Schedule:
-        """Return the loop's schedule: every rank has a step for each batch of the longest one."""
+        """Return the loop's schedule: each rank has as many steps as the longest rank has batches."""
         if self.lengths is None:
             return Together(step, self.reader, self._log)
         lengths = [max(self.lengths)] * self._members.world_size
@@ -253,7 +253,7 @@ class PlaceholderLoop:
         return self._source.taken - self._source.first
 
     def drop(self) -> None:
-        """Undo everything that is in force, and break reference cycles: an error may hold the loop's iterator."""
+        """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
         self.leave()
         self.losses.behind.close()
         self.losses.step = self._channel.before_meeting = lambda: None
@@ -261,7 +261,7 @@ class PlaceholderLoop:
     # ------------------------------------------------------------ in a step
 
     def find_active(self) -> tuple[int, ...]:
-        """Wait until it is known which ranks have a batch in the current step; return them."""
+        """Wait until this rank knows which ranks have a batch in the current step; return them."""
         return self.reader.hear().active_ranks
 
     @property
@@ -279,9 +279,9 @@ class PlaceholderLoop:
         return weighted(value, self.losses.factor)
 
     def shaped(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`; on a finished rank with another shape, zeros of the active shape; all ranks call this.
+        """Return `tensor`, or zeros of the active ranks' shape if a finished rank's shape differs; all ranks call this.
 
-        The zeros depend on `tensor`, so that every rank has the same backward.
+        The zeros depend on `tensor`, so that every rank runs the same backward.
         """
         if len(active := self.find_active()) == self._members.world_size:
             return tensor
@@ -291,7 +291,7 @@ class PlaceholderLoop:
         return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
 
     def bring_buffers(self) -> None:
-        """Give all ranks the newest buffers, if rank 0 has finished and is about to save; all ranks call this."""
+        """Give all ranks the newest buffers, if rank 0 has finished, before it saves; all ranks call this."""
         if 0 not in (active := self.find_active()):
             self.losses.before = active
             self.losses.give_buffers()
@@ -299,7 +299,7 @@ class PlaceholderLoop:
     def logged_values(self, values: T) -> T | None:
         """Return the values for rank 0 to log: the lowest active rank's, if rank 0 has finished; all ranks call this.
 
-        `None` on rank 0 if they cannot be sent.
+        Returns `None` on rank 0 if the values cannot be sent.
 
         Raises:
             JoinError: The lowest active rank does not call this in this step.
@@ -327,7 +327,7 @@ class PlaceholderLoop:
 
 
 class _LogWatch:
-    """Checks, while rank 0 waits for values to log, whether the rank that has them has passed the step.
+    """Checks, while rank 0 waits for values to log, whether the rank that should send them has passed the step.
 
     Args:
         channel: The channel between the ranks.
@@ -343,7 +343,7 @@ class _LogWatch:
         """Ask the leader.
 
         Raises:
-            JoinError: It has passed the step.
+            JoinError: The leader has passed the step without sending the values.
         """
         _, status = self._channel.health().answers.get(self._leader, (False, None))
         has_passed = status is not None and (status.step is None or status.step > self._number)

@@ -1,4 +1,4 @@
-"""Loops with rebalanced batches: a plan determines who is active, and which batch a rank has."""
+"""Loops with rebalanced batches: a plan determines which ranks are active, and which batch each rank has."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
     """Raise if several ranks compute a batch together.
 
     Raises:
-        UnsupportedError: Some ranks do.
+        UnsupportedError: Some participant has model-parallel groups.
     """
     if any(each.model_parallel_groups for each in tail_log.participants):
         raise UnsupportedError(
@@ -27,7 +27,7 @@ def refuse_model_parallel(tail_log: TailLog) -> None:
 
 
 class PlannedReader(Reader[Any]):
-    """Reads the batches that a plan assigns to this rank; `source` reads its own."""
+    """Reads the batches that a plan assigns to this rank; `source` reads those of its own loader."""
 
     def __init__(self, plan: Rebalancer, source: Reader[Any]) -> None:
         self._plan, self._source = plan, source
@@ -54,13 +54,13 @@ class PlannedReader(Reader[Any]):
 
 
 class Planned(Schedule):
-    """Batches are rebalanced, if the ranks' numbers differ.
+    """Rebalances batches if the ranks have different numbers of them.
 
     Args:
         step: The loop's steps.
         rebalancing: Rebalances the batches.
         tail_log: The ranks' log.
-        place: The value that `Rebalancer.place` returned, in a loop that is resumed.
+        place: In a resumed loop, the value that `Rebalancer.place` returned.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Planned(Schedule):
             UnsupportedError: The loader has a state that users save, or ranks compute a batch together.
         """
         refuse_model_parallel(self._tail_log)
-        self._rebalancing.current = None  # the last loop's: not every reader starts a plan
+        self._rebalancing.current = None  # drop the last loop's plan: not every reader starts a new one
         return reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
@@ -89,7 +89,7 @@ class Planned(Schedule):
             resumed["max_sent_per_step"] = place["max_sent_per_step"][members.rank]
             resumed["leaves"] = members.rank in place["gone"]
             if not place.get("is_new", False):
-                resumed["always"] = True  # the batches already trained on do not count
+                resumed["always"] = True  # plan even if all ranks have equal numbers of batches left
                 length = place["left"][members.rank]
             elif length is not None:
                 length -= source.taken
@@ -117,7 +117,7 @@ class Planned(Schedule):
         self._current.meet()
         if members.meets_late:
             self._tail_log.remember_gradients()
-        if step > plan.step:  # the first step is planned already
+        if step > plan.step:  # the first step is already planned
             with self._tail_log.own_collectives():
                 plan.advance()
         if not plan.meets and len(plan.active_ranks) < members.world_size:
@@ -128,7 +128,7 @@ class Planned(Schedule):
         self._current.is_last = plan.is_last_step
         if not self.presumes_all:
             return True
-        # Sent here, so that ranks that receive it do not have to wait for anything inside this rank's step.
+        # Sent here, so that other ranks do not wait for anything inside this rank's step.
         self._current.defer(plan.count(), plan.is_last_step)
         self._current.arrive()
         models = self._tail_log.models()
@@ -143,7 +143,7 @@ class Planned(Schedule):
         return result
 
     def check_barrier(self, result: BarrierResult) -> None:
-        """Check the notices of the ranks that meet.
+        """Check the notices that ranks sent to a meeting.
 
         Raises:
             JoinValueError: Some ranks have left the loop.

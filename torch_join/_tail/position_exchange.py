@@ -1,4 +1,4 @@
-"""The exchange of every rank's place in its loader, which one active rank writes into a checkpoint."""
+"""The exchange of all ranks' places in their loaders, which one active rank writes into a checkpoint."""
 
 from typing import Any, ClassVar, cast
 
@@ -24,11 +24,11 @@ class PositionExchange(Participant):
         """Return every rank's place, by rank; all active ranks call this at the same step.
 
         Args:
-            name: The call to name in errors.
+            name: The call, for errors.
             which: The loader's number.
 
         Raises:
-            JoinError: Some active rank continues without this call, or this rank is in an unfinished accumulation.
+            JoinError: Some active rank continues without this call, or this rank holds accumulated gradients.
             JoinTypeError: The state of this rank's loader cannot be pickled.
         """
         tail_log, members, channel = cast(TailLog, self.tail_log), self.members, self.tail_log.channel
@@ -47,7 +47,7 @@ class PositionExchange(Participant):
             raise JoinError(
                 f"{name} was called at different steps ({names}). All active ranks must call it at the same step."
             )
-        place = self.driver.find_place(which)  # may raise, so before the announcement
+        place = self.driver.find_place(which)  # may raise, so it comes before the announcement
         self.announce(_PLACE, which)
         return self._exchange(place)
 
@@ -73,11 +73,11 @@ class PositionExchange(Participant):
 
 
 class _AbsenceWatch:
-    """Checks, on a rank that waits for the others' places, whether one of them has gone past the call.
+    """Checks, on a rank that waits for the other ranks' places, whether one of them continued without the call.
 
     Args:
         tail_log: The ranks' log.
-        name: The call to name in errors.
+        name: The call, for errors.
     """
 
     def __init__(self, tail_log: TailLog, name: str) -> None:

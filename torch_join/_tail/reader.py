@@ -1,4 +1,4 @@
-"""Reading a loader ahead, so that its end is known in time."""
+"""Reads a loader ahead, so that its end is known in time."""
 
 import itertools
 import time
@@ -23,10 +23,10 @@ from torch_join._schedule.stateful import sampler_of
 from torch_join._tail.refills import RefillGuard
 
 T = TypeVar("T")
-# Starts to rebalance a reader's batches; returns the reader of the batches to train on, `None` for the same reader.
+# Starts to rebalance a reader's batches; returns the reader of the batches to train on, or `None` to keep this reader.
 Begin = Callable[["Reader[Any]"], "Reader[Any] | None"]
-_MOST_PAUSE = 60.0  # seconds, between two checks by a rank that waits for the others' loaders
-# Samplers of these modules have exactly as many indices as their length.
+_MOST_PAUSE = 60.0  # seconds between two checks by a rank that waits for other ranks' loaders
+# Samplers in these modules yield exactly `len(sampler)` indices.
 _EXACT = (
     *("torch.utils.data.sampler", "torch.utils.data.distributed", "torch_join._base.sampler"),
     "torch_join._schedule.deals",
@@ -37,13 +37,13 @@ class Reader(Source, Generic[T]):
     """An iterator that can look ahead.
 
     Attributes:
-        pulling: Whether the loader is at work on its next batch.
-        first: How many batches had been taken before the loop was resumed.
-        taken: How many batches have been taken, including these.
+        pulling: Whether the loader is producing its next batch.
+        first: The number of batches taken before the loop was resumed.
+        taken: The number of batches taken, including those before a resume.
         dealer: The name of the sampler that deals out one dataset to all ranks, and how to turn it off.
-        dealt_samples: The length of the dataset that it deals out; `None` if it does not.
+        dealt_samples: The length of the dataset that such a sampler deals out; `None` without one.
         lead: How many steps ahead another rank's batch must arrive.
-        plan: The rebalanced batches, as a checkpoint stores them.
+        plan: The state of the rebalancing plan for a checkpoint; `None` without rebalancing.
         has_ended: Whether a loop with rebalanced batches is over.
     """
 
@@ -52,7 +52,7 @@ class Reader(Source, Generic[T]):
     lead = 1
     plan: dict[str, Any] | None = None
     has_ended = False
-    _reads_ahead = False  # while the last batch is in use
+    _reads_ahead = False  # whether this class reads further batches while the last one is in use
 
     def __init__(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> None:
         self._loader = loader
@@ -65,8 +65,8 @@ class Reader(Source, Generic[T]):
         self.taken = self.first = self._position.first
         self._ahead: deque[T] = deque()
         self._ended = False
-        self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # for the coming steps
-        self._guard: RefillGuard | None = None  # if batches are read ahead
+        self._reserved: deque[list[T]] = deque(maxlen=self.lead)  # batches for the coming steps
+        self._guard: RefillGuard | None = None  # only if batches are read ahead
 
     def has_next(self, ahead: int = 1) -> bool:
         """Whether there are `ahead` more batches."""
@@ -101,24 +101,24 @@ class Reader(Source, Generic[T]):
 
     @property
     def trained_on(self) -> int:
-        """How many of this rank's batches some rank has trained on, including the current one."""
+        """The number of this rank's batches that some rank has trained on, including the current one."""
         return self.taken - sum(map(len, self._reserved))
 
     def place(self) -> LoaderPlace:
-        """Return where this rank is in its loader: the current batch counts as trained on."""
+        """Return this rank's place in its loader; the current batch counts as trained on."""
         ended = not self._ahead and (self._ended or self.taken == self.certain_length())
         taken = self.trained_on
-        if self.plan is not None:  # ranks train until the others' batches are used up
+        if self.plan is not None:  # this rank trains until all ranks' batches are used up
             ended = self.has_ended and not self._left
         place = self._position.place(taken, self.taken + len(self._ahead), ended)
         return {**place, "left": self._left, "plan": self.plan}
 
     def drop(self) -> None:
-        """Release the iterator: the loop is over, or was left."""
+        """Release the iterator, when the loop is over or was left."""
         self._iterator = self._position.iterator = iter(())
 
     def end(self) -> Callable[[], LoaderPlace]:
-        """Return a function that gives this rank's place after the loop, as if at its end; release the iterator."""
+        """Release the iterator; return a function that returns this rank's place at the end of the loop."""
         position, taken = self._position, self.taken
         position.iterator = iter(())
         return lambda: {**position.place(taken, taken, True), "left": False, "plan": None}
@@ -136,7 +136,7 @@ class Reader(Source, Generic[T]):
             A reader of the batches that this rank trains on.
 
         Raises:
-            UnsupportedError: The loader has a state, which in a checkpoint would count the batches that are sent away.
+            UnsupportedError: The loader has a state, and a checkpoint of it would miss the batches sent to other ranks.
         """
         refuse_position(self._loader)
         self._guard = RefillGuard(self._loader, gives=True)
@@ -155,7 +155,7 @@ class Reader(Source, Generic[T]):
         return batches[:]
 
     def leave(self) -> None:
-        """Note that the loop was left; a subclass lets the loader reach its end, if nothing but the end can be next."""
+        """Note that the loop was left; a subclass also lets the loader reach its end, if no other batch can follow."""
         self._left = True
 
     @property
@@ -173,7 +173,7 @@ class Reader(Source, Generic[T]):
 
 
 class Windows(Generic[T]):
-    """A loader of windows: see `windows`. Other attributes, such as the sampler, are those of the inner loader.
+    """A loader of windows: see `windows`. Other attributes, such as the sampler, come from the inner loader.
 
     Attributes:
         loader: The inner loader.
@@ -211,7 +211,7 @@ class Windows(Generic[T]):
 
 
 def windows(loader: Iterable[T], size: int) -> Windows[T]:
-    """Make each step a window: a list of batches, over whose gradients it accumulates.
+    """Make each step a window: a list of batches whose gradients are accumulated.
 
     ```python
     for window in join.batches(windows(loader, 4)):
@@ -222,18 +222,18 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
         optimizer.step()
     ```
 
-    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the sizes. So each
-    batch's mean loss is scaled by its share of its own rank's window, and the gradient is the mean over all ranks'.
+    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the sizes. Scale
+    each batch's mean loss by its share of this rank's window, as above. The gradient is then the mean over all windows.
 
     Args:
-        loader: What has the batches.
-        size: How many there are in a window; in the last one there may be fewer.
+        loader: The loader of the batches.
+        size: The number of batches in a window; the last window may have fewer.
 
     Returns:
-        A loader of lists, with a length if `loader` has one. Other attributes are the loader's.
+        A loader of lists, with a length if `loader` has one. Its other attributes come from `loader`.
 
     Raises:
-        JoinValueError: `size` is less than 1; or, in the loop, the loader refills the memory of one batch for another.
+        JoinValueError: `size` is less than 1; or, in the loop, the loader reuses the memory of one batch for the next.
     """
     return Windows(loader, size)
 
@@ -253,7 +253,7 @@ class Batches(Generic[T]):
 
 
 class Unbegun:
-    """Loops with an iterator that has not been asked for a batch yet, in order."""
+    """Loops whose iterators have not been asked for a batch yet, in order of creation."""
 
     def __init__(self) -> None:
         self._loops: dict[object, Callable[[], Iterator[Any]]] = {}
@@ -265,7 +265,7 @@ class Unbegun:
         return ticket
 
     def begin(self, ticket: object) -> bool:
-        """Start the loop of this ticket, after the loops before it; return whether it was there."""
+        """Start this ticket's loop, after the earlier loops; return whether the ticket was valid."""
         if ticket not in self._loops:
             return False
         try:
@@ -275,17 +275,17 @@ class Unbegun:
         return True
 
     def begin_all(self, until: object = None) -> None:
-        """Run the loops that this rank's code never asked for a batch, since other ranks may be in them."""
+        """Run the loops that user code never asked for a batch, since other ranks may be in them."""
         earlier = itertools.takewhile(lambda ticket: ticket is not until, [*self._loops])
-        for go_through in [self._loops.pop(ticket) for ticket in earlier]:  # all of them, if one of these raises
+        for go_through in [self._loops.pop(ticket) for ticket in earlier]:  # remove all first: one may raise
             for _ in go_through():
                 pass
 
 
 class LoaderWatch:
-    """Checks, on a rank without a batch that waits for others, whether one of their loaders waits for this rank.
+    """Checks, on a rank without a batch that waits for other ranks, whether a loader of theirs waits for this rank.
 
-    A loader may be in a collective for a moment, so only one that is found twice in the same collective counts.
+    A loader may be in a collective for a moment, so this raises only if two checks find it in the same step's.
 
     Args:
         channel: The channel between the ranks.
@@ -295,14 +295,14 @@ class LoaderWatch:
     def __init__(self, channel: Channel, members: Membership) -> None:
         self._channel = channel
         self._members = members
-        self._found: dict[int, int] = {}  # ranks whose loader is in a collective with this rank, and the step
+        self._found: dict[int, int] = {}  # by rank whose loader is in a collective with this rank: the step
         self._asks_at, self._pause = 0.0, 1.0
 
     def look(self) -> None:
         """Ask the other ranks, at most once a second.
 
         Raises:
-            JoinError: A loader waits for this rank.
+            JoinError: Another rank's loader waits for this rank.
         """
         if time.monotonic() < self._asks_at:
             return
@@ -328,27 +328,27 @@ def _methods_beyond(kind: type) -> set[str]:
 
 
 def is_length_certain(loader: object) -> bool:
-    """Whether a loader always has exactly as many batches as its length."""
+    """Whether a loader always has exactly `len(loader)` batches."""
     if type(loader) is Windows:
         return is_length_certain(loader.loader)
-    # An object may only claim to be a `DataLoader`, as Accelerate's do.
+    # `isinstance` alone is not enough: Accelerate's loaders only claim to be a `DataLoader`.
     if issubclass(type(loader), DataLoader) and isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):
         return draws_exactly(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return type(loader) in (list, tuple)
 
 
 def draws_exactly(sampler: object) -> bool:
-    """Whether a sampler, or a batch sampler's sampler, has exactly as many indices as it says: torch's or ours."""
+    """Whether a sampler, or the one in a batch sampler, yields exactly `len` indices, as torch's and ours do."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler).__module__ in _EXACT
 
 
 def refuse_position(loader: object) -> None:
-    """Raise for a loader with a state, which in a checkpoint would count batches that are sent away.
+    """Raise for a loader with a state, since a checkpoint of it would miss the batches sent to other ranks.
 
     Raises:
-        UnsupportedError: It has a state, or draws from an object that has one.
+        UnsupportedError: The loader has a state, or draws from an object that has one.
     """
     if _has_position(loader):
         raise UnsupportedError(
@@ -359,11 +359,11 @@ def refuse_position(loader: object) -> None:
 
 
 def _has_position(loader: Any, depth: int = 3) -> bool:
-    """Whether `loader`, or an object that it draws from (a sampler, the iterable of a progress bar), can be saved.
+    """Whether `loader`, or an object that it draws from (a sampler, the iterable of a progress bar), has a state.
 
-    Reading ahead moves its position: a checkpoint written in the loop would leave out the batches not used yet.
+    Reading ahead moves its position, so a checkpoint written in the loop would leave out the batches not used yet.
     """
-    if depth == 0 or isinstance(loader, (nn.Module, type)):  # a transform's state is no position
+    if depth == 0 or isinstance(loader, (nn.Module, type)):  # a transform's state is not a position
         return False
     if callable(getattr(loader, "state_dict", None)):
         return True

@@ -15,19 +15,19 @@ from torch_join._base.specs import flaw, raw_words
 
 T = TypeVar("T")
 
-# If none of these shares memory with another, the loader makes each batch anew.
+# If none of this many batches shares memory with another, the loader allocates memory for each batch.
 _LOOKS = 3
 _SAMPLE = 64  # words of a tensor, or elements of an array
 _DEPTH = 3  # levels of nested objects
-_SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # equal but not identical, if made at each access
+_SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # compared by value: each access may make a new object
 
 
 class RefillGuard:
     """Raises when reading a batch changes an earlier batch that has not been used yet.
 
-    Sharing memory is allowed, since all batches may hold the same mask, so the bytes decide. All are compared for a
-    loop's first batches, and later if these share memory. Otherwise, if batches go to other ranks, a few bytes of the
-    oldest are compared: more batches are then read ahead, which may overrun a larger ring of buffers late.
+    Batches may share memory (a mask, for example), so the guard compares bytes: all bytes for a loop's first batches,
+    and later too if these share memory. Otherwise, if batches go to other ranks, it compares a few bytes of the oldest
+    batch: more batches are then read ahead, which may overrun a larger ring of buffers later.
 
     Args:
         loader: The loader of the batches.
@@ -43,14 +43,14 @@ class RefillGuard:
         self._places: deque[frozenset[int]] = deque()  # memory addresses of the batches read last
 
     def read(self, waiting: list[Any], read: Callable[[], T]) -> T:
-        """Return a batch that `read` returns.
+        """Read a batch, and check that this does not change earlier batches.
 
         Args:
-            waiting: The batches read before it and not used yet, in order.
-            read: Reads it.
+            waiting: The earlier batches that are not used yet, in order.
+            read: Returns the next batch.
 
         Raises:
-            JoinValueError: Some of `waiting` have changed meanwhile.
+            JoinValueError: Reading has changed a batch in `waiting`.
         """
         if self._is_there:
             return read()
@@ -73,7 +73,7 @@ class RefillGuard:
         return bool(self._looks) or self._shares
 
     def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
-        """Return data that shows whether `leaf` has changed: some of its bytes, or itself if it has none."""
+        """Return data that shows whether `leaf` has changed: some of its bytes, or `leaf` itself if it has none."""
         if depth and _is_array(leaf) and leaf.dtype.hasobject:  # its bytes are addresses, which may be reused
             return [self._content(part, depth - 1) for part in _leaves(leaf.reshape(-1).tolist(), depth - 1)]
         content = raw_words(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
@@ -97,7 +97,7 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
         return True
     if all(map(_are_same, now, held)):
         return False
-    # A value that a batch computes at each access may differ every time: that is not the loader's doing.
+    # A batch may compute a value at each access, with a new result every time: the loader has not changed it.
     again = [content(leaf) for leaf in _leaves(waiting)]
     return any(
         _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, again, held, strict=False)

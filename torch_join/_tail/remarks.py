@@ -1,4 +1,4 @@
-"""A job's log messages: which ranks have finished, the weight of the remaining steps, the cost of an uneven epoch."""
+"""Log messages: which ranks have finished, the weight of the remaining steps, the cost of an uneven epoch."""
 
 import logging
 import time
@@ -14,21 +14,21 @@ from torch_join._monitor.records import EpochRecord, RankRecord
 from torch_join._participants.options import Options
 
 LOG = logging.getLogger("torch_join")
-SEEN: Counter[str] = Counter()  # by process: each loop may have another `Join`
+SEEN: Counter[str] = Counter()  # per process, since each loop may have its own `Join`
 
 
 class Remarks:
-    """The messages of one loop, on this rank. Nothing is sent, and an even step costs nothing.
+    """Logs one loop's messages on this rank. It sends nothing to other ranks, and an even step costs nothing.
 
     Args:
         members: The ranks.
         options: The user's options.
-        framework: The logger that shows these messages, unless `torch_join`'s own is set up.
+        framework: The name of the logger that shows these messages, unless the logger `torch_join` is configured.
         first: The loop's first step.
 
     Attributes:
         weighs_items: Whether the framework divides each step's loss by its number of items.
-        may_rebalance: Whether `rebalance=True` would do, and is not set.
+        may_rebalance: Whether `rebalance=True` is not set but allowed by the other options.
     """
 
     weighs_items = False
@@ -37,7 +37,7 @@ class Remarks:
         self._members, self._options, self._framework, self._first = members, options, framework, first
         refuses = options.may_break or options.throw_on_early_termination or options.placeholder is not None
         self.may_rebalance = not (options.rebalance or refuses)
-        self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # may be off later, in a backward
+        self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # read now: in a backward it may be off
         self._active: Sequence[int] = range(members.world_size)
         self._ends: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second at which it joined
 
@@ -56,7 +56,7 @@ class Remarks:
             self._say(f"{finished} {have} run out of batches; {still} still have some. {self._weight(len(active))}")
 
     def end(self, step: int) -> None:
-        """Note the end of a loop that has trained, with the number of the step that would have come next."""
+        """Note the end of a loop that has trained; `step` is the number of the step that would have come next."""
         seconds = time.monotonic() - self._begin
         epoch, number = SEEN["epochs"], SEEN["uneven epochs"] + 1
         SEEN["epochs"] += 1
@@ -93,7 +93,7 @@ class Remarks:
         return f"{name_of(weighting)}: {text}"
 
     def _say(self, text: str) -> None:
-        """Log a line as the framework logs its own, or by the level and handlers of the logger `torch_join`."""
+        """Log a line through the framework's logger, or through `torch_join` if it has a level or handlers."""
         log = LOG if LOG.level or LOG.handlers else logging.getLogger(self._framework)
         if log.isEnabledFor(logging.INFO):
             log.handle(log.makeRecord(LOG.name, logging.INFO, __file__, 0, text, (), None))

@@ -1,7 +1,7 @@
 """The state that `Join.state_dict` returns, and the loops that resume from it.
 
-An epoch may have several named loops. In the resumed epoch, the loops that were over when the state was written come
-first, and are empty until the loop that was under way resumes. From then on all loops start anew.
+An epoch may have several named loops. In the resumed epoch, the loops that were over when the state was saved are
+empty, until the interrupted loop resumes. After that, all loops start from their first batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +12,8 @@ from torch_join._schedule.positions import NOT_DEALT, LoaderPlace, dealt_among, 
 from torch_join._tail.reader import Reader
 
 R = TypeVar("R")
-VERSION = 3  # of what `state_of` returns; the next release no longer reads version 2 (0.2.0)
-OVER = -2  # in place of the first step: the loop was over
+VERSION = 3  # of the state that `state_of` returns; the next release no longer reads version 2 (0.2.0)
+OVER = -2  # replaces the first step if the loop was over
 
 
 def state_of(
@@ -22,14 +22,14 @@ def state_of(
     """Return a loop's state for a checkpoint: every rank's place, and the step from which the loop resumes.
 
     Args:
-        places: By rank; `None` if there was no loop yet.
-        in_loop: Whether the loop is under way.
+        places: By rank, its place; `None` if there was no loop yet.
+        in_loop: Whether the loop is still running.
         name: The user's name for the loop.
         others: By rank and name, the places in other loops, which are over.
     """
     begun = [place for place in places if place is not None]
     over = not in_loop and all(place["ended"] and not place["left"] for place in begun)
-    # A rank that has a batch at a step has trained on one in each step before.
+    # A rank that has a batch at a step has trained on a batch in each earlier step.
     steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
     step = 0 if over else max(steps, default=0)
     found = {"version": VERSION, "name": name, "step": step, "over": over, "places": _placed(places, over)}
@@ -42,7 +42,7 @@ def _placed(places: Sequence[LoaderPlace | None], over: bool) -> list[LoaderPlac
 
 
 class Resuming:
-    """Starts the loops of one name, and resumes the one in a loaded state.
+    """Starts the loops of one name, and resumes a loop from a loaded state.
 
     Args:
         rank: This rank.
@@ -50,9 +50,9 @@ class Resuming:
         restored: The generators of resumed loops, shared with loops of other names.
 
     Attributes:
-        loaded: The state, until a loop has started.
+        loaded: The loaded state, until a loop starts.
         reader: The reader of the last loop.
-        plan: The rebalanced batches in the state from which the current loop resumed.
+        plan: The rebalancing plan in the state from which the current loop resumed.
     """
 
     def __init__(self, rank: int, world_size: int, restored: list[Any] | None = None) -> None:
@@ -60,7 +60,7 @@ class Resuming:
         self._restored = [] if restored is None else restored
         self.loaded: dict[str, Any] | None = None
         self.reader: Reader[Any] | None = None
-        self._ended: Callable[[], LoaderPlace] | None = None  # gives the place after the last loop
+        self._ended: Callable[[], LoaderPlace] | None = None  # returns the place after the last loop
         self.plan: dict[str, Any] | None = None
         self._resumed: tuple[Any, LoaderPlace] | None = None  # a loader, and the place at which a loop over it resumed
 
@@ -68,7 +68,7 @@ class Resuming:
         """Resume the next loop from a state.
 
         Raises:
-            JoinValueError: Another version wrote it, or another number of ranks and the rest of its loop is unknown.
+            JoinValueError: Another version wrote the state; or another world size did, and the loop's rest is unknown.
         """
         if "places" not in state:
             raise JoinValueError(
@@ -102,18 +102,18 @@ class Resuming:
         return None if self._ended is None else self._ended()
 
     def end(self) -> None:
-        """End the last loop, even if it was left by `break`: another loop starts."""
+        """End the last loop, even if it was left by `break`, because another loop starts."""
         if self.reader is not None:
             self._ended = self.reader.end()
             self.reader = None
 
     @property
     def first_step(self) -> int:
-        """The first step of the next loop; -1 if it starts anew."""
+        """The first step of the next loop; -1 if it does not resume."""
         return -1 if self.loaded is None else int(self.loaded["step"])
 
     def open(self, loader: Iterable[Any], reader_of: Callable[..., R]) -> R:
-        """Return a reader of the loader, from the place where it resumes.
+        """Return a reader of the loader, which starts at the place to resume from.
 
         Raises:
             JoinValueError: The place belongs to another loader.
@@ -133,7 +133,7 @@ class Resuming:
 
 
 class NamedLoops:
-    """The loops over `batches` by name: the last place in each, and where the next one resumes.
+    """The loops over `batches` by name: the last place in each loop, and where the next loop resumes.
 
     Args:
         rank: This rank.
@@ -164,10 +164,10 @@ class NamedLoops:
             self._by_name[name].load({**state, "places": places, "step": 0, "over": True})
 
     def begin(self, name: str) -> bool:
-        """Start a loop of this name; return whether the state says that it was over, so that it is empty.
+        """Start a loop of this name; return whether it was over in the loaded state, and so must be empty.
 
         Raises:
-            JoinValueError: The loop that was under way has not resumed.
+            JoinValueError: The interrupted loop has not been resumed.
         """
         loaded = self.current.loaded
         if name != self.name and loaded is not None and not loaded["over"]:
@@ -200,7 +200,7 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
         loops: By rank, its loop's name.
 
     Raises:
-        JoinValueError: They differ.
+        JoinValueError: The steps or the names differ.
     """
     if len({*loops}) > 1:
         said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))

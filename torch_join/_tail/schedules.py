@@ -1,4 +1,4 @@
-"""How the ranks find out who is active at each step of a loop over `batches`."""
+"""How the ranks find out which ranks are active at each step of a loop over `batches`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ class Schedule:
 
     Attributes:
         lengths: All ranks' numbers of batches, if these are certain.
-        expected: All ranks' numbers of batches, some of which may prove wrong; `None` for each that is not known.
-        presumes_all: Whether this rank takes all ranks to be active in this step until it receives news of a `break`.
+        expected: By rank, the number of batches that it reported, which may prove wrong; `None` if unknown.
+        presumes_all: Whether this rank assumes that all ranks are active in this step, until one reports a `break`.
     """
 
     lengths: list[int] | None = None
@@ -26,19 +26,19 @@ class Schedule:
 
     @property
     def share(self) -> Share | None:
-        """Whose batch this rank has at the current step, if it may be another rank's."""
+        """The owner and index of this rank's batch in the current step, if it may be another rank's."""
         return None
 
     def begin(self, step: int) -> bool:
         """Start a step.
 
         Returns:
-            Whether it is known who is active; if not, this rank has a batch, and the meeting is put off.
+            Whether the active ranks are known; if not, this rank has a batch, and the meeting is deferred.
         """
         raise NotImplementedError
 
     def check(self, step: int) -> None:
-        """Raise, once it is known who is active, for problems that the other ranks could not know in time."""
+        """Raise for problems that the other ranks could not know in time; called when the active ranks are known."""
 
 
 class EachBatch(Schedule):
@@ -55,17 +55,17 @@ class EachBatch(Schedule):
 
 
 class EachUse(Schedule):
-    """The ranks meet at a rank's first communication in its step: it may `break` before that.
+    """Each rank meets the others at its first communication in a step, since it may `break` before that.
 
-    A rank that runs out of batches compares state with the other ranks at the top of a step. They do so at the same
-    step, since they expect from its length, or from its notice at its last step, that it has no batch.
+    A rank that runs out of batches compares state with the other ranks at the top of a step. These compare at the same
+    step: they know from that rank's length, or from its notice at its last step, that it has no batch.
 
     Args:
         step: The loop's steps.
         reader: This rank's batches.
         tail_log: The ranks' log.
         lengths: All ranks' numbers of batches; `None` for each that is not certain.
-        look: Called, with the number, at the top of a step for which another rank is expected to have no batch.
+        look: Called with the step's number at the top of a step in which another rank should have no batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EachUse(Schedule):
         self.expected, self._look = lengths, look
 
     def begin(self, step: int) -> bool:
-        self._current.meet()  # at the last step, if this rank has not communicated in it
+        self._current.meet()  # for the previous step, if this rank has not communicated in it
         if not self._reader.has_next():
             self._current.meet_now(False)
             return True
@@ -93,7 +93,7 @@ class EachUse(Schedule):
 
 
 class Certain(Schedule):
-    """The ranks' numbers of batches are certain, and were exchanged at the start of the loop.
+    """The ranks' numbers of batches are certain, and are exchanged at the start of the loop.
 
     Args:
         step: The loop's steps.
@@ -113,21 +113,21 @@ class Certain(Schedule):
         self._throws = throws
 
     def begin(self, step: int) -> bool:
-        # As a loop starts, a loader may communicate on all ranks, also on one without a batch (Accelerate's does).
+        # When a loop starts, a loader may communicate on all ranks, even on one without a batch (Accelerate's does).
         if step == self._first or self._mine <= step:
             self._check(step)
         self._current.know(step, self.lengths)
         return True
 
     def check(self, step: int) -> None:
-        # Not earlier: from now on, joined ranks follow the loader's collectives.
+        # Read the loader only now, when joined ranks follow its collectives.
         if self._first < step < self._mine:
             self._check(step)
 
     def _check(self, step: int) -> None:
-        """Raise if this rank's length proves wrong, or, at every other step, if another rank has failed."""
+        """Raise if this rank's length proves wrong or, in every second step, if another rank has failed."""
         if self._throws and min(self.lengths) <= step:
-            return  # all ranks know, and throw
+            return  # all ranks know this, and raise
         has_next = self._reader.has_next()
         if has_next != (step < self._mine):
             raise wrong_length(self._tail_log.members.name, self._mine, step, has_next)

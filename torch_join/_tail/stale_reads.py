@@ -1,8 +1,8 @@
 """Warns if a state was read after a rank's last batch, but before it received the other ranks' later changes.
 
-A rank that leaves a loop by `break`, or that keeps the loop's iterator, does not wait. A checkpoint that it writes
-there has the state of its own last step. Only when all ranks have met is it known whether others continued, so that is
-where the warning comes.
+A rank that leaves a loop by `break`, or that keeps the loop's iterator, does not wait for the other ranks. A checkpoint
+that it writes there has the state of this rank's last step. The warning comes when all ranks have met, since only then
+does this rank know whether others continued.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class StaleReads:
         self._read = None
 
     def warn(self, rank: int) -> None:
-        """Warn, if other ranks have continued without this one, of any read; then forget it."""
+        """Warn about any read, and forget it; called if other ranks have continued without this one."""
         if self._read is not None:
             JoinDriftWarning.warn(
                 f"Rank {rank} read the state of {self._read} after its last batch from join.batches and before the"

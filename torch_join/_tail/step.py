@@ -14,9 +14,9 @@ from torch_join._tail.tail_log import TailLog
 
 
 class Telling:
-    """Reports errors raised inside it to the other ranks, and raises an earlier one again.
+    """Reports errors raised inside it to the other ranks, and raises an earlier error again.
 
-    If user code swallows an error, it is raised again at the next meeting, to which the other ranks do not come.
+    If user code swallows an error, the next meeting raises it again, since the other ranks will not come to it.
 
     Attributes:
         raised: The earlier error.
@@ -54,10 +54,10 @@ class Step:
     Args:
         tail_log: Receives the ranks that are active.
         telling: See `Telling`.
-        follow_up: Acts on which ranks are active, on a rank that has an input.
+        follow_up: Called after a deferred meeting, on a rank that has an input.
 
     Attributes:
-        has_arrived: Whether this rank has sent its part of a meeting, and has yet to receive the others'.
+        has_arrived: Whether this rank has sent its message for a meeting, but not received the other ranks'.
         is_last: Whether no rank has an input after this step, as far as the loaders can tell.
         ending: The ranks that are known to be in their last step.
         check: Called with the result of each meeting, in a loop with rebalanced batches.
@@ -74,19 +74,19 @@ class Step:
 
     def reset(self) -> None:
         """Reset to the state before the first step."""
-        self._due: tuple[float, bool] | None = None  # this rank's part of a meeting that was put off
+        self._due: tuple[float, bool] | None = None  # this rank's message for a deferred meeting
         self._hears = self.has_arrived = self.is_last = False
         self.check = None  # else a cycle would keep the group
         self.ending: Sequence[int] = ()
 
     def know(self, number: int, lengths: Sequence[int]) -> None:
-        """Move to the step of this number, if all ranks' numbers of batches are certain."""
+        """Move to the step of this number; all ranks' numbers of batches are certain."""
         self.is_last = number + 1 >= max(lengths)
         self.ending = [rank for rank, length in enumerate(lengths) if length == number + 1]
         self._tail_log.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
 
     def defer(self, count: float, is_last: bool = False) -> None:
-        """Put the meeting off until this rank first communicates in its step: it may leave the loop before that.
+        """Defer the meeting until this rank first communicates in its step, since it may leave the loop before that.
 
         Args:
             count: The count of this rank's batch.
@@ -96,14 +96,14 @@ class Step:
         self._tail_log.has_to_meet = True
 
     def drop(self) -> bool:
-        """Leave, if no rank counts on this one in this step; return whether that is so."""
+        """Leave the step if no rank relies on this one in it; return whether none does."""
         is_free = self._due is not None and not self.has_arrived
         if is_free:
             self._due = None
         return is_free
 
     def arrive(self) -> None:
-        """Send this rank's part of a meeting that was put off; does not wait for other ranks."""
+        """Send this rank's message for a deferred meeting; does not wait for other ranks."""
         with self._lock:
             if self._due is not None and not (self.has_arrived or self._hears):
                 with self._telling:
@@ -111,11 +111,11 @@ class Step:
                 self.has_arrived = True
 
     def meet(self) -> None:
-        """Wait until it is known who is active, if the meeting was put off."""
+        """Hold the deferred meeting, if any: wait until this rank knows which ranks are active."""
         if self._due is None:
             return
         with self._lock:  # the other threads wait until one has the result
-            if self._due is None or self._hears:  # another thread has it, or the follow-up called this
+            if self._due is None or self._hears:  # another thread has the result, or the follow-up called this
                 return
             self.arrive()
             self._hears, self.has_arrived = True, False
@@ -138,7 +138,7 @@ class Step:
             self._hear(has_input)
 
     def watching_loaders(self) -> AbstractContextManager[None]:
-        """Watch loaders while a rank without a batch waits for ranks that first read their next batch."""
+        """Watch the other ranks' loaders while this rank, which has no batch, waits for them to read their next one."""
         channel = self._tail_log.channel
         return setting(channel, suspect=LoaderWatch(channel, self._members).look)
 

@@ -1,4 +1,4 @@
-"""A signal that asks the job to stop: noted on the rank that gets it, shared when all ranks ask for it."""
+"""Signals that ask the job to stop: the rank that gets one notes it, and all ranks learn of it when they ask."""
 
 import signal
 import threading
@@ -13,15 +13,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """SIGTERM and SIGUSR1, which by default end a process; noted from `listen` on.
+    """Notes SIGTERM and SIGUSR1, which by default end a process, after `listen` was called.
 
     Args:
         lasts: Whether to listen beyond the end of the `with`.
 
     Attributes:
         received: Whether this rank has got a signal.
-        agreed: Whether all ranks know that some rank has got one.
-        in_loops: Whether ranks have asked in a loop: if so, asking after it returns the answer found in it.
+        agreed: Whether all ranks know that some rank has got a signal.
+        in_loops: Whether ranks have asked in a loop. If so, asking after the loop returns the answer found in it.
     """
 
     received = agreed = in_loops = False
@@ -51,14 +51,14 @@ class StopSignals:
 
 
 class StopExchange(Participant):
-    """Tells all ranks at the same step that some rank has got a signal; joined ranks too."""
+    """Informs all ranks, including joined ones, at the same step that some rank has got a signal."""
 
     kinds: ClassVar[dict[str, Any]] = {"ask": str}
     driver: Any  # a `LoopDriver`
     _place, _calls = "", 0
 
     def ask(self, loop: int) -> bool:
-        """Return whether some rank has got a signal, or whether that is known already.
+        """Return whether some rank has got a signal; exchanges nothing if this is already known.
 
         Args:
             loop: The number of the current or last loop.

@@ -1,4 +1,4 @@
-"""A tail, from the first rank that joins to the last, whose state all ranks get; and the comparisons at both ends."""
+"""A tail, from the first rank that joins to the last one, whose state all ranks get; and the checks at both ends."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -36,10 +36,10 @@ class Tail:
     Attributes:
         tail_log: The ranks' log.
         early_exit: How this rank left its loop by `break`, if it did.
-        reads: Watches for states that are read before this rank has received the other ranks' state.
+        reads: Watches for states that user code reads before this rank has received the other ranks' state.
         changes_freely: The object that a rank may change between a `break` and the next meeting.
         handovers: The number of handovers so far.
-        refusal: Why this rank, whose own code is at its end, can no longer serve.
+        refusal: The error that explains why this rank, whose user code has ended, can no longer serve.
     """
 
     handovers = 0
@@ -52,7 +52,7 @@ class Tail:
         self.tail_log: TailLog
         self.changes_freely: object = None
 
-    # Only in a tail, so that an even loop pays nothing for them.
+    # Created only in a tail, so that an even loop does not pay for them.
     @cached_property
     def _buffers(self) -> UnsyncedBuffers:
         return UnsyncedBuffers(unsynced_models(self._objects), self._options.hand_over_buffers)
@@ -67,30 +67,30 @@ class Tail:
     def reset(self) -> None:
         """Reset to the state before the first loop."""
         self.early_exit: EarlyExit | None = None
-        self._looked_at = -1  # the step of the current loop at whose top this rank has looked
+        self._looked_at = -1  # the step of the current loop at whose top this rank last called `_look`
         self._began_at = -1  # the first step of the tail
         self.tail_log.members.last_joiner = True
 
     def leave_early(self, watches: bool) -> None:
-        """Note the state as this rank leaves its loop; `watches` if state may be handed over later."""
+        """Note the state when this rank leaves its loop; `watches` if there may be a handover later."""
         self.early_exit = EarlyExit(self._objects, self._watched if watches else None)
         self.reads.watch()
 
     def watch_unasked(self, is_empty: bool) -> EarlyExit:
-        """Note the state before a loop that this rank may never ask for a batch; `is_empty` if it has none."""
+        """Note the state before a loop that user code may never ask for a batch; `is_empty` if the loop has none."""
         self.reads.watch()
         return EarlyExit(self._objects, self._watched if is_empty else None)
 
     def note(self, at_last: bool = True) -> None:
-        """Note this rank's state before its last step, or as a loop starts; other ranks may have more steps."""
+        """Note this rank's state before its last step, or when a loop starts; other ranks may have more steps."""
         self._audit.note(at_last)
 
     @torch.inference_mode(False)
     def look(self, step: int) -> None:
-        """Look at the state at the top of a step for which another rank is expected to have no batch.
+        """Record the state at the top of a step in which another rank should have no batch.
 
-        That rank looks when it runs out. If the other ranks looked when they meet it, inside the step, they might have
-        run its forward already.
+        That rank records its state when it runs out. The other ranks meet it inside the step, when they may already
+        have run the step's forward.
         """
         if not self.tail_log.members.uneven:
             self._look(at_top=True)
@@ -103,7 +103,7 @@ class Tail:
 
         Args:
             step: The number of the step.
-            at_top: Whether this rank is at the top of the step, before any user code.
+            at_top: Whether this rank is at the top of the step, before any user code runs.
         """
         if self._looked_at == step:
             self._audit.joined = self.tail_log.members.joined_names
@@ -114,11 +114,11 @@ class Tail:
 
     @torch.inference_mode(False)
     def end(self, step: int, has_run: bool) -> None:
-        """Act on all ranks having joined; if some joined earlier than others, give all the last one's state.
+        """End a loop in which all ranks have joined; if some joined earlier, give all ranks the last one's state.
 
         Args:
             step: The number of the step that would have come next.
-            has_run: Whether any step was run since the last loop ended.
+            has_run: Whether this rank has run a step since the last loop ended.
         """
         self._looked_at = -1
         self.tail_log.members.last_joiner = True
@@ -131,11 +131,11 @@ class Tail:
 
     @torch.inference_mode(False)
     def serve(self, at_top: bool, has_run: bool) -> None:
-        """Follow what the active ranks announce, with neutral values, until they have joined too.
+        """Follow the active ranks' announcements, with neutral values, until these ranks have joined too.
 
         Args:
             at_top: Whether this rank has asked for a batch, and has run no user code since.
-            has_run: Whether it has had a step before.
+            has_run: Whether this rank has run a step before.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -149,22 +149,22 @@ class Tail:
             words, leader, in_pieces, still = self.tail_log.follow(END)
         self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
         self.tail_log.change(())
-        # It may differ from the last announcement: ranks may have left since without announcing anything.
+        # The last announcement may have named another leader: ranks may have left since without announcing anything.
         members.follow_leader(leader)
         members.last_joiner = False
         self._hand_over(words, still)
         members.all_active()
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
-        """Compare, when some rank joins, whether the optimizers of the ranks active so far stepped together."""
+        """Check, when some rank joins, that the optimizers of the ranks active until then have stepped together."""
         members, channel = self.tail_log.members, self.tail_log.channel
-        # Between two departures there may be no announcement.
+        # Two ranks may leave with no announcement in between, so the number of records alone is no unique key.
         place = f"steps/{channel.records}/{len(members.active)}"
         said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
         steps.compare(dict(zip(members.named(sorted(members.before)), said, strict=True)))
 
     def _look(self, at_top: bool) -> None:
-        """Look at the state, on every rank, when the first ranks join."""
+        """Record the state for later comparisons, on every rank, when the first ranks join."""
         models = self.tail_log.models()
         changed = [] if at_top else [id(buffer) for model in models for buffer in model.changed_buffers()]
         self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
@@ -173,7 +173,7 @@ class Tail:
 
     def _hand_over(self, words: list[Any], still: bool) -> None:
         members = self.tail_log.members
-        # A joined rank's own value does not count: it has synced its accumulated gradients as a shadow.
+        # Ignore a joined rank's own value: as a shadow it has synced its accumulated gradients.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
             begun = [
@@ -185,7 +185,7 @@ class Tail:
                 for ends in filter(None, begun):
                     ends()
 
-            if still:  # all left at the same step, some by `break`, and these may have changed something since
+            if still:  # all ranks left at the same step, some by `break`, which may have changed state since then
                 end()
                 self._audit.forget()
             else:
@@ -197,14 +197,14 @@ class Tail:
         """Give all ranks the leader's state of all stateful objects; every rank calls this.
 
         Raises:
-            JoinError: A rank has changed something between its `break` and this call.
+            JoinError: A rank has changed state between its `break` and this call.
         """
         with on_device(self.tail_log.members.group):
             self._take_states()
         self._restore_flags()
 
     def _take_states(self, meanwhile: Callable[[], None] = lambda: None) -> frozenset[int]:
-        """Hand over, and call `meanwhile` during it; return the `id`s of parameters unchanged on each rank."""
+        """Hand over all state, and call `meanwhile` during it; return the `id`s of the parameters left unchanged."""
         left, tail_log = self.early_exit, self.tail_log
         self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
@@ -222,7 +222,7 @@ class Tail:
         return local
 
     def _restore_flags(self) -> None:
-        """Restore flags that this rank has set after a `break`: only then may ranks differ."""
+        """Restore the flags that this rank has set after a `break`, the only time when ranks may differ in them."""
         if self.early_exit is not None:
             self.early_exit.after_handover()
 
@@ -232,7 +232,7 @@ class Tail:
 
     @property
     def _has_synced(self) -> bool:
-        """Whether gradients were averaged since the last tail, and none accumulated since."""
+        """Whether every model has synced gradients, and accumulated none since."""
         return all(each.synced and not each.accumulates for each in self.tail_log.models())
 
     # ------------------------------------------------------------ checks
@@ -260,7 +260,7 @@ class Tail:
             raise JoinValueError(f"All ranks must pass Join the same joinables in the same order, but passed {given}.")
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
-        """Raise for a collective in backward that would be wrong or wait for ever."""
+        """Raise for a collective in backward that would give wrong results or wait forever."""
         members = self.tail_log.members
         if any({*group} <= {*peers} for each in self.tail_log.participants for peers in each.model_parallel_groups):
             return  # tensor parallelism: all these ranks have the same batch, or none

@@ -1,4 +1,4 @@
-"""The active ranks' announcements in the tail of a loop, and how a joined rank serves them."""
+"""The active ranks' announcements in the tail of a loop, and how a joined rank follows them."""
 
 import weakref
 from collections import deque
@@ -32,7 +32,7 @@ class TailLog(Announcer):
 
     Args:
         members: Which ranks are active.
-        meet: Waits until it is known who is active, if `has_to_meet`.
+        meet: Waits until this rank knows which ranks are active; called if `has_to_meet`.
         check_backward: Called with each collective in backward, see `Backwards.before_collective`.
         before_collective: See `CollectiveTap`.
 
@@ -44,7 +44,7 @@ class TailLog(Announcer):
         hears_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
         has_to_meet: Whether a meeting was put off, or this rank has to finish a loop that it left.
-        asked: How often all ranks' places in their loaders were asked for, as far as this rank knows.
+        asked: The number of exchanges of all ranks' places in their loaders that this rank knows of.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class TailLog(Announcer):
     def reset(self) -> None:
         """Reset to the state before the first step."""
         self._said: list[_codec.Encoded] = []  # announcements not yet written
-        self._is_due = False  # whether some of them are made by all active ranks
+        self._is_due = False  # whether all active ranks make some of these announcements
         self.in_window = False  # whether the step's batch is a window of micro-batches
         self._heard: deque[_records.Announcement] = deque()  # announcements read but not yet answered
-        self._asides = 0  # the number answered before the next record of the log
+        self._asides = 0  # the number of aside announcements read since the log's last record
         self.on_all = 0
         self.has_to_meet = False
         self.still = False  # whether nothing has been announced since the tail started
-        self._counts = False  # whether its announcements are compared with the other active ranks'
+        self._counts = False  # whether `agreement` compares this rank's announcements with other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
 
@@ -88,7 +88,7 @@ class TailLog(Announcer):
         self.channel = channel
         self._subgroups = Subgroups(channel, self.members.global_ranks, self.members.rank)
         self.agreement = Agreement(channel)
-        # A weak reference: a thread of the channel must not keep this object, and through it the group, alive.
+        # A weak reference, so that a thread of the channel does not keep this object, and through it the group, alive.
         status = weakref.WeakMethod(self._status)
         channel.status = lambda: (method := status()) and method()
         channel.explain = explain
@@ -110,12 +110,12 @@ class TailLog(Announcer):
         return [cast(LoopModel, each) for each in self.participants if each.is_model]
 
     def check_backwards_ended(self) -> None:
-        """See `LoopModel.check_backward_ended`; called when this rank has no batch, before it waits for others."""
+        """See `LoopModel.check_backward_ended`; called when this rank has no batch, before it waits for other ranks."""
         for model in self.models():
             model.check_backward_ended()
 
     def remember_gradients(self) -> None:
-        """Note the current gradients, while all ranks are still in step."""
+        """Note the current gradients, unless a tail has started."""
         if not self.members.announces:
             for model in self.models():
                 model.remember()
@@ -154,9 +154,9 @@ class TailLog(Announcer):
             self._said.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:
-        """Announce to joined ranks an action of the lowest active rank that other active ranks may not share.
+        """Announce to joined ranks an action that only the lowest active rank may take.
 
-        It has no number in the log, whose records the active ranks count in common.
+        The announcement has no number in the log, because all active ranks count the log's records together.
         """
         if self.meet() and self.members.leads:
             keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
@@ -164,7 +164,7 @@ class TailLog(Announcer):
             self.channel.post(key, ([(index, kind, payload)], self.members.active))
 
     def tell(self) -> None:
-        """Write the announcements."""
+        """Write the pending announcements to the log."""
         if self._is_due:
             if self._subgroups.groups:
                 self._subgroups.mark(self.members.active)
@@ -176,7 +176,7 @@ class TailLog(Announcer):
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
-        """Put around a part of a step that joined ranks also run by themselves, without an announcement."""
+        """Wrap a part of a step that joined ranks also run, on their own and without an announcement."""
         self.on_all += 1
         try:
             with self.tap.ignoring():
@@ -186,7 +186,7 @@ class TailLog(Announcer):
 
     @contextmanager
     def together(self, announce: Callable[[], None] = _NOTHING) -> Iterator[None]:
-        """Put around changes that all ranks make to participants; an active rank's `announce` starts joined ranks."""
+        """Wrap changes that all ranks make to participants; an active rank's `announce` starts joined ranks."""
         if self.meet():
             for each in self.participants:
                 each.before_all_ranks()
@@ -212,8 +212,8 @@ class TailLog(Announcer):
         """Continue with these active ranks."""
         members = self.members
         if active != members.active:
-            self._is_due = self._is_due or members.announces  # also what only the lowest rank has announced
-            self.tell()  # while the same rank still writes
+            self._is_due = self._is_due or members.announces  # also write what only the lowest rank has announced
+            self.tell()  # before another rank becomes the lowest active one, which writes the log
             if not members.joined and members.uneven and set(active) < set(members.active):
                 self.agreement.note_change(members.rank, members.active, active)
         members.change(active)
@@ -234,7 +234,7 @@ class TailLog(Announcer):
         """Announce the end of the tail, on the last active ranks; return the closing messages.
 
         Args:
-            still: Whether no rank has made a step in it.
+            still: Whether no rank has run a step in the tail.
         """
         words = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
@@ -265,7 +265,7 @@ class TailLog(Announcer):
         """Follow the active ranks' announcements, with neutral values, up to an `until` record; return its payload.
 
         Raises:
-            JoinError: No active rank can have written a record.
+            JoinError: The log has a record that no active rank can have written.
         """
         self.members.take_role(Role.SERVING)
         try:
@@ -278,10 +278,10 @@ class TailLog(Announcer):
             self.members.take_role(Role.EVEN)
 
     def follow_to(self, index: int, kind: str) -> None:
-        """Follow announcements, in the middle of a record, until a participant makes this one.
+        """Follow announcements, from the middle of a record, up to the one of this participant and kind.
 
         Raises:
-            JoinError: No active rank can have written a record.
+            JoinError: The log has a record that no active rank can have written.
         """
         while True:
             of, what, payload = self._next()
@@ -302,12 +302,12 @@ class TailLog(Announcer):
         return self._heard.popleft()
 
     def _take_asides(self, number: int) -> None:
-        """Answer the announcements made aside before a record of the log."""
+        """Answer the aside announcements that precede record `number` of the log."""
         while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
             self._asides += 1
             said, active = self.channel.read(key, of=_records.RECORD)
             if self.members.rank in active:
-                continue  # this rank did so itself before it joined
+                continue  # this rank took that action itself before it joined
             _records.check_record(said, active, len(self.participants), self.members.active)
             for announcement in said:
                 self._answer(*announcement)
@@ -348,10 +348,10 @@ class TailLog(Announcer):
     # ------------------------------------------------------------ collectives, and checks
 
     def begin_step(self, active: tuple[int, ...]) -> None:
-        """Move, in lockstep, to a step of these ranks; every rank calls this."""
+        """Move, in lockstep, to a step in which these ranks are active; every rank calls this."""
         members = self.members
         before = members.active
-        # A rank that is active again has not received the others' announcements since it joined.
+        # A rank that becomes active again has not received the other ranks' announcements since it joined.
         if len(active) < members.world_size and (not members.uneven or not set(active) <= set(before)):
             before = tuple(range(members.world_size))  # as if all were active: the last record's ranks no longer matter
             self._subgroups.find(before)
@@ -359,7 +359,7 @@ class TailLog(Announcer):
         if members.rank in before and members.rank not in active:
             self._subgroups.mark(before)
         self.change(active)
-        # Also in the backward after a step, where a collective issued by one rank alone fails.
+        # This also covers the backward after a step, where a collective that only one rank issues fails.
         self._counts = members.uneven and not members.joined
 
     def _announce_collective(self, call: Call) -> None:
