@@ -1,4 +1,4 @@
 """Which rank trains on which batch at which step, and how a batch reaches another rank that trains on it.
 
-Begin with: `active_ranks.py`, without rebalancing; `plan.py`, with it.
+Start reading at `active_ranks.py` for loops without rebalancing, at `plan.py` for loops with it.
 """

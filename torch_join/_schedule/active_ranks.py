@@ -1,7 +1,7 @@
 """Which ranks have a batch at which step of an epoch.
 
-A rank is active from the epoch's first step until its own end. Ranks announce their end one step ahead: at step t, all
-know who is active at t and at t + 1, so that the last step of the epoch is known when it starts.
+A rank is active from the epoch's first step until its own end. Each rank announces its end one step ahead. So at step
+t, all ranks know which of them are active at t and at t + 1, and the epoch's last step is known when it starts.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch_join._schedule.plan import Share
 
 
 class ExchangedActiveRanks:
-    """Which ranks have a batch, as they exchange it between steps.
+    """Knows which ranks have a batch, from the messages that ranks exchange between steps.
 
     Args:
         channel: The channel for the exchange.
@@ -25,9 +25,9 @@ class ExchangedActiveRanks:
 
     Attributes:
         step: The current step.
-        active_ranks: The ranks that have a batch at it; stored, since it is read many times in a step.
+        active_ranks: The ranks that have a batch at the current step; stored, since each step reads it many times.
         has_met: Whether this rank has received all ranks' messages about the current step.
-        counted, total: The count of this rank's batch, if batches are counted, and of all once they are received.
+        counted, total: The count of this rank's batch, if batches are counted, and the sum of all counts once received.
     """
 
     def __init__(self, channel: Channel, throws: bool, first_step: int = 0) -> None:
@@ -45,7 +45,7 @@ class ExchangedActiveRanks:
         channel.before_meeting = lambda: (now := meet()) and now()
 
     def announce(self, ends: Mapping[int, int]) -> None:
-        """Note the number of batches, counted from the epoch's start, of ranks that know theirs."""
+        """Note, by rank, the number of batches from the epoch's start, for ranks that know their number."""
         for rank, end in ends.items():
             self._ends[rank] = end
         if ends:
@@ -62,7 +62,7 @@ class ExchangedActiveRanks:
 
     @property
     def share(self) -> Share | None:
-        """Whose batch this rank trains on at the current step."""
+        """The owner and index of the batch that this rank trains on at the current step."""
         return Share(self._channel.rank, self.step) if self._channel.rank in self.active_ranks else None
 
     def ended_last(self, rank: int) -> bool:
@@ -71,10 +71,10 @@ class ExchangedActiveRanks:
         return ends[rank] == max(ends)
 
     def check_termination(self) -> None:
-        """Raise on every rank, if set to, when some rank has a batch at the current step and another has none.
+        """Raise on every rank, if `throws`, when some rank has a batch at the current step and another has none.
 
         Raises:
-            EarlyTerminationError: That is so.
+            EarlyTerminationError: Some rank has run out of batches.
         """
         if self._throws and self.in_tail:
             raise early_termination(self._channel.rank, self._channel.rank not in self.active_ranks)
@@ -85,7 +85,7 @@ class ExchangedActiveRanks:
         return 0 < len(self.active_ranks) < self._channel.world_size
 
     def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
-        """Move to the next step, and send this rank's message; see `Lockstep.arrive`."""
+        """Send this rank's message and move to the next step; see `Lockstep.arrive`."""
         waits = waits or self.in_tail
         self._channel.arrive(count, notice)
         self.step += 1
@@ -108,7 +108,7 @@ class ExchangedActiveRanks:
     def meet(self) -> dict[int, dict[str, Any]]:
         """Receive all ranks' messages about the current step, unless received already; see `Lockstep.meet`."""
         with self._lock:
-            # Not in a signal handler that interrupts this very thread while it waits or reads: it uses what is known.
+            # A signal handler may call this while its own thread waits or reads: it then uses the messages so far.
             if not (self.has_met or self._is_meeting):
                 self._is_meeting = True
                 try:
@@ -118,7 +118,7 @@ class ExchangedActiveRanks:
         return self._notices
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
-        """Continue without ranks that leave the epoch at the current step; set the counts of this and all batches."""
+        """Continue without ranks that leave the epoch at the current step; set this batch's count and the total."""
         self.announce(dict.fromkeys(ranks, self.step))
         self.counted, self.total = count, total
 
@@ -134,11 +134,11 @@ class ReadStep:
     """Which ranks have a batch at a step, as found by the reader of a loop that reads several steps ahead.
 
     Attributes:
-        active_ranks: These ranks.
-        is_last_step: Whether it is the last in which any rank has a batch.
+        active_ranks: The ranks that have a batch.
+        is_last_step: Whether this is the last step in which any rank has a batch.
         counted: The count of this rank's batch, if batches are counted.
         total: The sum of all ranks' counts.
-        taken: How many of this rank's own batches are trained on, by any rank, when the step is over.
+        taken: How many of this rank's own batches any rank has trained on when the step is over.
     """
 
     active_ranks: tuple[int, ...]
@@ -153,7 +153,7 @@ class ReadStep:
 
 
 def early_termination(rank: int, joined: bool) -> EarlyTerminationError:
-    """Return the error of a rank that throws when the first one joins, with the texts of torch's own `Join`."""
+    """Return the error to raise when the first rank joins, with the texts in torch."""
     if joined:
         return EarlyTerminationError(f"Rank {rank} exhausted all inputs.")
     return EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

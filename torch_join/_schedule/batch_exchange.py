@@ -1,12 +1,12 @@
-"""Sends batches from rank to rank, over a separate gloo group, in parallel to the step.
+"""Sends batches from rank to rank, over a separate gloo group, while the step runs.
 
-The group's own threads move the bytes. The giver sends from the batch's own memory. Two threads wait: one receives,
-since the contents of a message are known only from its head, and one waits until sent data has been received. So a rank
-that waits for them can check for failures meanwhile, and the channel's timeout applies.
+The group's own threads move the bytes, directly from the memory of the sent batch. Two more threads wait: one receives,
+since a message's head tells what follows, and one waits until other ranks have received the sent data. A rank that
+waits for these threads can check for failures meanwhile, and the channel's timeout applies.
 
-Contract of gloo (torch 2.13): messages of one tag from one rank arrive in order; the work object that `send` returns
-holds the message, which is lost with it; a wait cannot be cancelled, and ends with an error when the other process
-ends, but not in the middle of a message; a wait that times out breaks all connections of the group.
+Contract of gloo (torch 2.13): Messages with one tag from one rank arrive in order. The work object that `send` returns
+holds the message: it is lost if the object is dropped. A wait cannot be cancelled. It ends with an error when the other
+process ends, but not in the middle of a message. A wait that times out breaks all connections of the group.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from torch_join._schedule.packing import Skeleton, pack, unpack
 T = TypeVar("T")
 
 _HEAD, _SKELETON, _SMALL, _LARGE = range(4)  # tags
-_LARGE_BYTES = 2**15  # contents of this size are sent separately, from their own memory
+_LARGE_BYTES = 2**15  # contents of this size or more are sent separately, from their own memory
 _THREAD = "torch_join exchange"
 _CANNOT = (
     "Rebalancing moves batches over a gloo process group, which cannot be made: {}. If the name of a host resolves to a"
@@ -47,7 +47,7 @@ _CANNOT = (
 )
 _FOREVER = timedelta(days=30)
 _LEFT_SECONDS = 60.0
-_STOP = -1  # in place of a skeleton's size: no more batches come
+_STOP = -1  # sent instead of a skeleton's size: no more batches come
 _POLL_SECONDS = 0.05
 
 
@@ -63,26 +63,26 @@ class _Sent(NamedTuple):
 
 
 class Exchange:
-    """Gives batches to other ranks, and receives theirs.
+    """Sends batches to other ranks, and receives batches from them.
 
     Args:
-        group: The ranks' process group; all of them make an exchange at the same time.
+        group: The ranks' process group; all its ranks create an exchange at the same time.
         channel: Reports failures.
-        names: By rank, its name for its connections, see `connections_of`: if these differ, new ones are made.
+        names: By rank, the name of its connections, see `connections_of`. If the names differ, ranks connect anew.
 
     Attributes:
-        nbytes: The bytes of contents that this rank has given away.
-        is_new: Whether its connections were made for it.
+        nbytes: The number of bytes of batches that this rank has sent.
+        is_new: Whether the ranks connected anew for this exchange.
 
     Raises:
-        JoinError: There is no gloo, or its connections cannot be made.
+        JoinError: gloo is not available, or cannot connect the ranks.
         PeerFailedError: Another rank has failed meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, channel: Channel, names: Sequence[str]) -> None:
         self._of = group or cast(dist.ProcessGroup, dist.group.WORLD)
         self._channel = channel
-        # Until this one returns them, another exchange makes its own connections.
+        # Until this exchange puts the connections back, another exchange makes its own.
         self._name, self._group = _made.pop(self._of, ("", None))
         self.is_new = len({*names}) > 1 or self._group is None
         if self.is_new:
@@ -99,15 +99,15 @@ class Exchange:
             thread.start()
 
     def tidy(self) -> None:
-        """Delete the keys that making the connections has left in the job's store."""
+        """Delete this rank's key, which connecting has left in the job's store."""
         with suppress(RuntimeError):
             _store(self._of, self._name).delete_key(f"0/{self._group.rank()}")
 
     def give(self, batch: Any, receiver: int, step: int) -> None:
-        """Send a batch, which must not be used any more, for a step; does not wait.
+        """Send a batch for a step, without waiting. The caller must not use the batch any more.
 
         Raises:
-            JoinTypeError: It cannot be described.
+            JoinTypeError: The batch cannot be sent to another rank.
         """
         skeleton, contents = pack(batch)
         is_same = self._skeleton_to.get(receiver) == skeleton
@@ -127,7 +127,7 @@ class Exchange:
         self.nbytes += sum(map(len, contents))
 
     def wait_until_received(self, step: int) -> None:
-        """Wait until all batches given for earlier steps have been received: a loader may refill their memory.
+        """Wait until all batches sent for earlier steps have been received, since a loader may reuse their memory.
 
         Raises:
             PeerFailedError: A rank has failed.
@@ -137,17 +137,17 @@ class Exchange:
             self._sent.popleft()
 
     def expect(self, sender: int) -> Coming:
-        """Receive a batch that another rank gives, in the background."""
+        """Start to receive a batch from another rank, in the background."""
         coming: Coming = Future()
         self._wanted.put((sender, coming))
         return coming
 
     def flush(self) -> None:
-        """Wait until all given batches have been received."""
+        """Wait until all sent batches have been received."""
         self.wait_until_received(sys.maxsize)
 
     def close(self) -> None:
-        """End, when all given batches have been received."""
+        """Wait until all sent batches have been received; then end the threads and keep the connections."""
         self.flush()
         self._wanted.put(None)
         self._under_way.put(None)
@@ -156,7 +156,7 @@ class Exchange:
         _made[self._of] = self._name, self._group
 
     def abandon(self) -> None:
-        """End after an error, without waiting: ranks that wait for a batch from this one get an error."""
+        """End after an error, without waiting; ranks that wait for a batch from this rank get an error."""
         self._wanted.put(None)
         self._under_way.put(None)
         stop, now = torch.tensor([_STOP]), time.monotonic()
@@ -164,19 +164,19 @@ class Exchange:
             _left.popleft()
         for rank in range(self._group.size()):
             if rank != self._group.rank():
-                with suppress(RuntimeError):  # its process may be gone
+                with suppress(RuntimeError):  # that rank's process may be gone
                     _left.append((now, self._group.send([stop], rank, _HEAD), stop))
 
 
-# By process group, the group over which its ranks exchange batches, and its name: made once.
+# By process group, unused connections: their name, and the gloo group over which its ranks exchange batches.
 _made: WeakKeyDictionary[dist.ProcessGroup, tuple[str, _Group]] = WeakKeyDictionary()
-_works: set[str] = set()  # interfaces with which gloo has been found to work in this process
-# Messages that end other ranks' waits are kept for a while: ranks that do not wait never receive them.
+_works: set[str] = set()  # network interfaces on which gloo is known to work in this process
+# Stop messages, kept for a while so that waiting ranks receive them; ranks that do not wait never receive them.
 _left: deque[tuple[float, Any, Tensor]] = deque()
 
 
 def connections_of(group: dist.ProcessGroup | None) -> str:
-    """Return this rank's name for the connections that no exchange uses, or a new name if there are none."""
+    """Return the name of this rank's unused connections, or a new name if there are none."""
     return _made.get(group or cast(dist.ProcessGroup, dist.group.WORLD), (uuid.uuid4().hex,))[0]
 
 
@@ -185,9 +185,9 @@ def _store(group: dist.ProcessGroup, name: str) -> dist.Store:
 
 
 def _connect(group: dist.ProcessGroup, name: str, channel: Channel) -> _Group:
-    """Make a group outside torch's registry, whose group names may differ between ranks or repeat."""
+    """Create a group outside torch's registry, whose group names may differ between ranks or repeat."""
     store, rank, world_size = _store(group, name), dist.get_rank(group), dist.get_world_size(group)
-    try:  # it waits for all ranks, without noticing failures
+    try:  # the constructor waits for all ranks, without noticing failures
         return run_polling(lambda: dist.ProcessGroupGloo(store, rank, world_size, _FOREVER), channel.failure_check())
     except JoinError:
         raise
@@ -221,7 +221,7 @@ def awaited(future: "Future[T]", channel: Channel) -> T:
 
     Raises:
         PeerFailedError: Another rank has failed.
-        JoinTimeoutError: It did not come within the channel's timeout.
+        JoinTimeoutError: The result did not come within the channel's timeout.
     """
     look = channel.failure_check()
     while not wait([future], _POLL_SECONDS).done:
@@ -244,11 +244,11 @@ def _wait_for_sent(under_way: "queue.SimpleQueue[_Sent | None]") -> None:
             sent.received.set_result(None)
         except BaseException as error:
             sent.received.set_exception(error)
-        del sent  # else its batch would live until the next one is sent
+        del sent  # else its batch would stay in memory until the next one is sent
 
 
 class _Stopped(Exception):  # noqa: N818
-    """The rank that should give a batch has raised."""
+    """The rank that should send a batch has raised."""
 
 
 def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None]", names: Sequence[int]) -> None:
@@ -266,7 +266,7 @@ def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None
             coming.set_exception(PeerFailedError(why))
         except BaseException as error:
             coming.set_exception(error)
-        del want, coming  # else its batch would live until the next one comes
+        del want, coming  # else its batch would stay in memory until the next one comes
 
 
 def _receive_batch(group: _Group, sender: int, skeletons: dict[int, Skeleton]) -> tuple[Skeleton, list[Tensor]]:

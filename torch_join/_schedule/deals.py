@@ -1,8 +1,8 @@
-"""Deals the rest of an epoch, which other ranks have started, out anew to the ranks of this job.
+"""Deals out the rest of an epoch, which a job with another number of ranks has started, to the ranks of this job.
 
-A place in such an epoch is a list of deals, one for each of its jobs: its number of ranks, and how many batches of
-which size each rank's share had been trained on, by any rank. The rest of a deal, in its original order, is what the
-next deal distributes: index i of it to rank `i % world`.
+A place in such an epoch is a list of deals, one for each job that has run a part of it. A deal has the job's number of
+ranks, the batch size, and for each rank the number of batches of its share that any rank has trained on. The next deal
+distributes the remaining indices, in their original order: index i goes to rank `i % world`.
 """
 
 import random
@@ -20,23 +20,23 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch_join._base.errors import JoinValueError, UnsupportedError
 from torch_join._schedule.drawing import drawn_as, draws_order, own_drawing
 
-# By job: its number of ranks (`world`), how many batches each has `taken`, and the number of indices in one (`batch`).
+# For one job: its number of ranks (`world`), each rank's batches trained on (`taken`), the indices per batch (`batch`).
 Deal = dict[str, Any]
-# Classes of these modules deal index i of an order that all ranks share out to rank `i % num_replicas`.
+# Classes in these modules give index i of one order, the same on all ranks, to rank `i % num_replicas`.
 _IN_TURN = ("torch.utils.data.distributed", "torch_join._base.sampler", "lightning.", "pytorch_lightning.")
 _log = getLogger("torch_join")
 _INSTEAD = "Resume with as many ranks as wrote it, or from a state written at an epoch's end."
 
 
 class Dealer:
-    """Deals one order of indices, or of whole batches, out to all ranks.
+    """Deals out one order of indices, or of whole batches, to all ranks.
 
     Args:
         sampler: A sampler with `rank` and `num_replicas`.
-        batches: The batch sampler for its indices; `None` if these are batches, or single samples.
+        batches: The batch sampler around it; `None` if `sampler` yields batches, or the loader single samples.
 
     Attributes:
-        batch: The number of its indices in a batch.
+        batch: The number of the sampler's indices in a batch.
     """
 
     def __init__(self, sampler: Any, batches: BatchSampler | None = None) -> None:
@@ -45,19 +45,19 @@ class Dealer:
         self.rank, self.world = int(sampler.rank), int(sampler.num_replicas)
 
     def of(self, indices: Sequence[Any]) -> Any:
-        """Return a sampler of these indices, in place of the loader's."""
+        """Return a sampler of these indices, to replace the loader's sampler."""
         own, rest = self._batches, Rest(indices)
         return rest if own is None else BatchSampler(rest, own.batch_size, own.drop_last)
 
     def order(self, world: int, drawn: Callable[[], Any]) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """Return all items that this many ranks get, in order: the items, their ranks, and their places there.
+        """Return the items that `world` ranks get, in order, with each item's rank and its index on that rank.
 
         Args:
             world: The number of ranks.
-            drawn: Returns a context in which the order is drawn as it was.
+            drawn: Returns a context in which the sampler draws the epoch's order again.
 
         Raises:
-            UnsupportedError: The sampler cannot be asked what another rank gets.
+            UnsupportedError: The sampler cannot show which items another rank gets.
         """
         if isinstance(self._sampler, DistributedSampler) and _deals_in_turn(type(self._sampler)):
             with drawn():
@@ -79,7 +79,7 @@ class Dealer:
         return [shares[rank][place] for place, rank in found], ranks, places
 
     def _as(self, rank: int, world: int) -> Any:
-        """Return the sampler as it is on another rank."""
+        """Return a copy of the sampler for another rank and number of ranks."""
         other = copy(self._sampler)
         other.rank, other.num_replicas = rank, world
         if callable(unpad := getattr(other, "unpad", None)):
@@ -96,7 +96,7 @@ class Dealer:
 
 
 def in_turn(order: Sequence[Any], world: int) -> tuple[Sequence[Any], Tensor, Tensor]:
-    """Return an order as `Dealer.order` does, if this many ranks take turns."""
+    """Return an order dealt to `world` ranks in turn, in the form that `Dealer.order` returns."""
     numbers = torch.arange(len(order))
     return order, numbers % world, numbers // world
 
@@ -115,7 +115,7 @@ class Rest(list[Any]):
 
 
 def dealer_of(loader: Any) -> Dealer | None:
-    """Return the dealer of a loader's samples to all ranks; `None` if there is none that can be asked."""
+    """Return the dealer of a loader's samples; `None` if no sampler that tells its rank distributes them."""
     if not isinstance(loader, DataLoader):
         return None
     own: Any = type(loader)
@@ -137,7 +137,7 @@ def _says_rank(sampler: Any) -> bool:
 def left_of(
     loader: Any, dealer: Dealer | None, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool
 ) -> list[Any]:
-    """Return the indices, or batches, that are left of an epoch for this rank.
+    """Return this rank's remaining indices, or batches, of an epoch.
 
     Args:
         loader: The loader, with all sources of the order.
@@ -145,11 +145,11 @@ def left_of(
         deals: The deals of the earlier jobs.
         begun: The states from which the order was drawn: see `drawing`.
         world: The number of ranks.
-        is_new: Whether that number has changed, which the log is to report.
+        is_new: Whether that number has changed; if so, this logs a warning.
 
     Raises:
         JoinValueError: The loader's sampler deals out to another number of ranks.
-        UnsupportedError: Nothing deals the loader's samples out to the ranks, or it cannot be asked.
+        UnsupportedError: No sampler distributes the loader's samples to the ranks, or its order cannot be reproduced.
     """
     name = type(loader).__name__
     if dealer is None:
@@ -163,7 +163,7 @@ def left_of(
             f"The sampler of the {name} distributes samples to {dealer.world} ranks, but {world} ranks continue the"
             f" epoch. Create it for {world}."
         )
-    # A sampler's generator with a `set_epoch` is seeded by the epoch.
+    # Leave out generators of samplers with a `set_epoch`: the epoch seeds them.
     told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
     then, now = (
         {part for part in own if draws_order(part)} - told for own in (begun["own"], own_drawing(loader)["own"])
@@ -181,7 +181,7 @@ def left_of(
     def drawn() -> Iterator[None]:
         with drawn_as(loader, begun):
             before = torch.get_rng_state(), random.getstate()
-            if loader.generator is not None and not begun["reuses"]:  # an iterator draws from it before its sampler
+            if loader.generator is not None and not begun["reuses"]:  # an iterator draws from it first
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             yield
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
@@ -212,7 +212,7 @@ def left_of(
 
 
 def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
-    """Return a loader of the rest of an epoch for this rank; see `left_of`."""
+    """Return a loader of this rank's rest of an epoch; see `left_of`."""
     dealer = dealer_of(loader)
     left = left_of(loader, dealer, deals, begun, world, is_new)
     assert dealer is not None

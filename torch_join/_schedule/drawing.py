@@ -1,6 +1,6 @@
 """The random states from which a loop draws a loader's order: noted at the loop's start, saved, and restored.
 
-These are torch's, numpy's and Python's generators, and the loader's own generators and objects with an epoch.
+These are the states of torch, numpy and Python generators, and of the loader's generators and objects with an epoch.
 """
 
 import random
@@ -23,11 +23,11 @@ _SAMPLERS = frozenset(("batch_sampler", "sampler", "_sampler"))  # names of attr
 _OF_SAMPLERS = ("loader.batch_sampler.", "loader.sampler.")
 _SIMPLE = frozenset((bool, bytes, float, int, str, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
-_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # they hold no order
+_OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # these do not determine an order
 
 
 def drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of all sources of an order; numpy's in its own form."""
+    """Return the states of all sources of an order; numpy's state keeps numpy's own form."""
     return {**_global(), **own_drawing(loader), "reuses": reuses_workers(loader)}
 
 
@@ -60,7 +60,7 @@ def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
 
 @contextmanager
 def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
-    """Inside, set all sources of an order to the states that `drawing` returned."""
+    """Set all sources of an order to the states that `drawing` returned; on exit, restore the global generators."""
     with global_kept():
         for thing, epoch in told_epochs(loader, begun):
             if has_epoch(thing):
@@ -80,10 +80,10 @@ def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether a loader that gets its state back continues at the same place.
+    """Whether a loader continues at the same place after its state is loaded.
 
-    torchdata's does not if a sampler without a state draws the order: it asks the sampler for the order more than once,
-    and gets a new one each time. If it reads by indices, these are skipped, as in an ordinary `DataLoader`.
+    torchdata's loader does not if a sampler without a state draws the order: it asks the sampler for the order more
+    than once, and gets a new one each time. Its indices are then skipped, as in an ordinary `DataLoader`.
     """
     if not has_place(loader) or not hasattr(loader, "next_iter_state") or isinstance(loader.dataset, IterableDataset):
         return has_place(loader)
@@ -95,13 +95,13 @@ def keeps_place(loader: Any) -> bool:
 
 
 def draws_globally(loader: Any) -> bool:
-    """Whether a loader's sampler draws from torch's default generator, as torch's samplers do without their own."""
+    """Whether a loader's sampler draws from torch's default generator, as torch's samplers without a generator do."""
     sampler = sampler_of(loader)
     return getattr(sampler, "generator", sampler) is None
 
 
 def draws_order(part: str) -> bool:
-    """Whether a part of a loader may draw its order, rather than each rank's changes to its samples."""
+    """Whether a part of a loader may determine its order; parts of a dataset only change samples, on each rank."""
     return re.match(r"loader(\.\d+)?\.dataset", part) is None
 
 
@@ -116,14 +116,14 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def set_drawing(loader: Any, states: dict[str, Any]) -> None:
-    """Set all sources of an order, except epochs set by others, to the states that `drawing` returned."""
+    """Set all sources of an order to the states that `drawing` returned, except epochs that have a `set_epoch`."""
     set_own(loader, states)
     set_global(states)
 
 
 @contextmanager
 def global_kept() -> Iterator[None]:
-    """Afterwards, restore torch's, numpy's and Python's generators."""
+    """On exit, restore torch's, numpy's and Python's generators."""
     before = _global()
     try:
         yield
@@ -144,11 +144,11 @@ def set_own(loader: Any, states: dict[str, Any]) -> None:
         if name in states["own"]:
             _set_state(thing, states["own"][name])
         elif name in states["told"] and not has_epoch(thing):
-            thing.epoch = states["told"][name]  # it counts its epochs itself
+            thing.epoch = states["told"][name]  # this object counts its epochs itself
 
 
 def reuses_workers(loader: Any, now: bool = True) -> bool:
-    """Whether workers of the epoch before read a loader's next epoch: `now`, or if these had been this job's."""
+    """Whether the workers of the last epoch read the next one: `now`, or only if that epoch had run in this process."""
     if isinstance(loader, SideBySide):
         return any(reuses_workers(each, now) for each in loader.loaders)
     stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
@@ -156,7 +156,7 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
 
 
 def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return the states in types that a checkpoint may have: for arrays, tensors of 64-bit integers."""
+    """Return the states in types that a checkpoint may hold: arrays become tensors of 64-bit integers."""
 
     def save(state: Any) -> Any:
         if isinstance(state, dict):
@@ -169,12 +169,12 @@ def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_given(state: Any) -> Any:
-    """Return a generator's state in the form that it takes: an array may have become a tuple of numbers."""
+    """Return a state in the form that the generator accepts: an array as a tuple of numbers."""
     if isinstance(state, dict):
         return {name: _as_given(part) for name, part in state.items()}
     if isinstance(state, (list, tuple)):
         return tuple(map(_as_given, state))
-    # Unsigned 64-bit numbers may have become negative.
+    # In the checkpoint's tensors, unsigned 64-bit numbers may be negative.
     return tuple(number % 2**64 for number in state.tolist()) if isinstance(state, Tensor) else state
 
 
@@ -184,7 +184,7 @@ def parts_of(loader: Any) -> list[tuple[str, Any]]:
 
 
 def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return, by name, the result of `parts_of`, and all other parts of a loader."""
+    """Return the result of `parts_of`, and all other parts of a loader by name."""
     found: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
     level, seen = [("loader", loader)], {id(loader)}
@@ -209,7 +209,7 @@ def walk(loader: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
                 elif _state_of(part) is not None:
                     found.append((f"{name}.{key}", part))
                 elif not isinstance(part, _OTHERS):
-                    # However deeply wrapped, samplers stay at this level: frameworks put theirs around a user's.
+                    # Samplers stay at this level, however deeply frameworks wrap them in their own.
                     (level if key in _SAMPLERS else deeper).append((f"{name}.{key}", part))
         others += level
         level = deeper

@@ -1,9 +1,9 @@
-"""Batches as bytes: any nested structure that can be pickled; tensors and arrays are sent from their own memory.
+"""Packs batches as bytes: any nested structure that can be pickled. Tensors and arrays are sent from their own memory.
 
-The processes of the group are trusted, as torch trusts them: its object collectives unpickle, too.
+The processes of the group are trusted, as in torch, whose object collectives unpickle too.
 
-Contract, of pickle's protocol 5: `persistent_id` is called for every object, and `persistent_load` for those that have
-one; the buffers that `buffer_callback` has taken are requested in the same order.
+Contract of pickle's protocol 5: It calls `persistent_id` for every object, and `persistent_load` for those that have
+one. It requests the buffers that `buffer_callback` has taken in the same order.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch_join._base.specs import TensorSpec, flaw, raw_bytes, storage_view
 
 
 class _Described(NamedTuple):
-    place: int  # of its bytes among the contents of the batch
+    place: int  # the index of its bytes in the contents of the batch
     spec: TensorSpec
     pinned: bool
 
@@ -30,8 +30,8 @@ class Skeleton(NamedTuple):
 
     Attributes:
         sizes: The size of each content in bytes.
-        arrays: The contents that do not belong to tensors.
-        pickled: The rest.
+        arrays: The indices of the contents that belong to arrays and other buffers, not to tensors.
+        pickled: The rest of the batch, pickled.
     """
 
     sizes: list[int]
@@ -43,11 +43,11 @@ def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
     """Split a batch into skeleton and contents.
 
     Returns:
-        Its pickled skeleton: equal bytes for batches of equal form. And its contents, as one-dimensional bytes: the
-            batch's own memory where its layout allows.
+        The pickled skeleton, which is equal for batches of equal form. And the contents, as one-dimensional bytes, in
+            the batch's own memory where its layout allows.
 
     Raises:
-        JoinTypeError: It cannot be described.
+        JoinTypeError: The batch cannot be sent to another rank.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -62,11 +62,11 @@ def pack(batch: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(skeleton: Skeleton, contents: Sequence[Tensor]) -> Any:
-    """Put a batch together; parts from an accelerator go to this rank's current device.
+    """Rebuild a batch; tensors from an accelerator go to this rank's current device.
 
     Args:
         skeleton: The batch without contents.
-        contents: One-dimensional bytes; each has its own storage, which becomes the batch's.
+        contents: One-dimensional bytes; each has its own storage, which the batch then uses.
     """
     return _Unpickler(skeleton, contents).load()
 
@@ -83,7 +83,7 @@ class _Pickler(pickle.Pickler):
             return None
         if value.is_nested or value.grad_fn is not None:
             raise JoinTypeError(f"it has {'a nested tensor' if value.is_nested else 'a tensor with a graph'}")
-        # A subclass, attributes or autograd carry more information, which pickle's own way keeps.
+        # Subclasses, attributes and `requires_grad` hold more information, which ordinary pickling keeps.
         if type(value) is not Tensor or value.requires_grad or vars(value) or flaw(value) is not None:
             if value.device.type != "cpu":
                 raise JoinTypeError(
@@ -100,13 +100,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.UntypedStorage):
             return NotImplemented
-        # As a tensor of its bytes: pickle's own form of it cannot be read again.
+        # Pickle it as a tensor of its bytes, since the usual pickled form of a storage cannot be read again.
         return methodcaller("untyped_storage"), (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes == 0:
-            return True  # it stays in the skeleton
+            return True  # keep it in the skeleton
         self.arrays.append(len(self.contents))
         self.contents.append(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8))
         return False

@@ -1,9 +1,9 @@
-"""Steps that a finished rank runs itself, on a placeholder: the batch in its place, and the weight of its loss.
+"""Steps that a finished rank runs itself on a placeholder: the placeholder batch, and the weight of its loss.
 
 A model that lives on several ranks (experts, sharded embeddings, pipelines) needs all of them in each step: a finished
-rank holds parameters that process the others' samples. So nothing is mirrored. Every rank makes every call, and a
-placeholder's loss is weighted zero where its backward starts. Not where gradients reach the parameters: those of an
-expert on a finished rank come from other ranks' tokens.
+rank holds parameters that process other ranks' samples. So finished ranks mirror nothing: every rank makes every call.
+A placeholder's loss gets weight zero where its backward starts, not where gradients reach the parameters: the gradients
+of an expert on a finished rank come from other ranks' tokens.
 """
 
 import copy
@@ -39,8 +39,8 @@ def check_placeholder(placeholder: Any) -> None:
     """Raise if `placeholder` is not valid.
 
     Raises:
-        JoinTypeError: It is neither a string nor a function.
-        JoinValueError: It is an unknown string.
+        JoinTypeError: `placeholder` is neither a string nor a function.
+        JoinValueError: `placeholder` is an unknown string.
     """
     names = " or ".join(map(repr, get_args(_Name)))
     if isinstance(placeholder, str) and placeholder not in get_args(_Name):
@@ -85,7 +85,7 @@ def without_rows(batch: Any, other: Callable[[Any], Any] = _refuse_rows) -> Any:
 
 
 def make_placeholder(kind: Placeholder, last: Any) -> Any:
-    """Return the placeholder for a batch on a rank, given its last batch."""
+    """Return a rank's placeholder batch, made from its last batch."""
     if callable(kind):
         return kind(last)
     return last if kind == "last" else without_rows(last)
@@ -98,19 +98,19 @@ class WeighedLosses:
         weighting: How the gradients of the active ranks are combined.
         rank: This rank.
         world_size: The number of ranks.
-        models: The models whose statistics of the data exclude placeholders.
+        models: The models whose running statistics exclude placeholders.
         optimizers: The optimizers that step with the gradients.
         number: The number of the loop's first step.
 
     Attributes:
-        step: Returns who has a batch in the current step, and the counts; waits for the other ranks.
+        step: Waits for the other ranks; returns which ranks have a batch in the current step, and the counts.
         number: The number of the current step.
-        joined: Whether this rank has no batch in it; known without waiting.
+        joined: Whether this rank has no batch in the current step; known without waiting.
         trains: Whether there was a backward in the loop.
-        before: The ranks that had a batch in the step before.
-        behind: The hooks in force from the loop's end until the next one starts.
-        scale: The factor of a batch's loss besides its weight.
-        reads_ahead: Whether a second batch was asked for before a given model has seen the first.
+        before: The ranks that had a batch in the previous step.
+        behind: Removes the hooks that stay from the loop's end until the next loop starts.
+        scale: A further factor of a batch's loss, besides its weight.
+        reads_ahead: Whether user code asked for a second batch before a model of `models` saw the first.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class WeighedLosses:
         self.before: Sequence[int] = range(world_size)
         self.reads_ahead = self.trains = self._has_accumulated = False
         self.behind = ExitStack()
-        self._forward_in: int | None = None  # the step of the last forward of a given model
+        self._forward_in: int | None = None  # the step of the last forward of one of these models
         self._has_rows = self._holds = False
-        self._held = ExitStack()  # statistics, while this rank has no batch
+        self._held = ExitStack()  # freezes running statistics while this rank has no batch
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Put around a loop."""
+        """Wrap a loop: install the hooks on `torch.autograd.backward`, models and optimizers."""
         self.reads_ahead = False
         self._forward_in, self._holds = None, False
         self._own_backward = torch.autograd.backward
-        # Else a compiled model would be compiled anew in each step. Importing it takes long.
+        # Without this, a compiled model would be recompiled in each step. Do not import it: that takes long.
         eager: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else lambda hook: hook
         with ExitStack() as stack:
             stack.enter_context(setting(torch.autograd, backward=self._backward))
@@ -154,34 +154,34 @@ class WeighedLosses:
             yield
 
     def begin(self, number: int, joined: bool, batch: Any) -> None:
-        """Move to a step, with this batch or placeholder."""
+        """Move to step `number`; `batch` is this rank's batch or placeholder."""
         if joined and not self._holds:
             self._hold_statistics()
         self.number, self.joined = number, joined
         self._has_rows = joined and _has_rows(batch)
 
     def note_asked(self) -> None:
-        """Note that a batch after the first one is asked for."""
+        """Note that user code asks for a batch after the first one."""
         self.reads_ahead = self.reads_ahead or (bool(self._given_models) and self._forward_in is None)
 
     def end(self) -> None:
-        """Give all ranks the buffers of the lowest one with a last batch, as DDP broadcasts them; all ranks call this.
+        """Give all ranks the buffers of the lowest rank active in the last step, as DDP does; all ranks call this.
 
         Raises:
-            JoinError: The last batch has not been trained on yet.
+            JoinError: This rank has not trained on its last batch yet.
         """
         if (step := self.step()) is not None:
             self.before = step.active_ranks or self.before
         weighs = len(self.before) < self._world_size or self._weighting != "world"
         if self.reads_ahead and self._forward_in is None and weighs:
-            for model in self._given_models:  # all may still be trained on; or others were run, in an evaluation
+            for model in self._given_models:  # it may still train on all batches; or the loop was an evaluation
                 self.behind.callback(model.register_forward_pre_hook(self._refuse_training).remove)
         elif self.reads_ahead and self._forward_in != self.number and weighs:
             raise _ahead(self.number)
         self.give_buffers()
 
     def give_buffers(self) -> None:
-        """Give all ranks the buffers of the lowest one that had a batch in the step before; all ranks call this."""
+        """Give all ranks the buffers of the lowest rank that had a batch in the previous step; all ranks call this."""
         if len(self.before) < self._world_size:
             with self._buffers_from_leader() as models:
                 for model in models:
@@ -189,7 +189,7 @@ class WeighedLosses:
 
     @property
     def factor(self) -> float:
-        """The factor of this rank's loss, given that gradients are averaged over all ranks."""
+        """The factor of this rank's loss, for gradients that are averaged over all ranks."""
         if self.joined:
             return 0.0
         if self._weighting == "world" or (step := self.step()) is None:
@@ -200,10 +200,10 @@ class WeighedLosses:
     # ------------------------------------------------------------ hooks
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Start a loss's backward with the factor: a loss is a root without a given gradient.
+        """Start a loss's backward with this rank's factor; a loss is a root without a gradient argument.
 
-        A backward within another one (of reentrant checkpointing) and roots with gradients (of earlier pipeline stages)
-        continue with gradients that are weighted already.
+        A backward inside another one (reentrant checkpointing) and roots with gradients (earlier pipeline stages) stay
+        unchanged, since their gradients are already weighted.
         """
         if not in_backward():
             self._has_accumulated = self.trains = True
@@ -218,7 +218,7 @@ class WeighedLosses:
         self._own_backward(tensors, grad_tensors, *args, **kwargs)
 
     def _refuse_zero_bubble(self) -> None:
-        """Refuse a pipeline's schedule that splits backwards: it computes gradients in a way that has no weights."""
+        """Refuse a pipeline schedule that splits backwards: no weight can be applied to the gradients it computes."""
         if self.factor != 1.0:
             raise UnsupportedError(
                 "A zero-bubble pipeline schedule, with placeholder=, in a step in which this rank's loss has a weight"
@@ -246,7 +246,7 @@ class WeighedLosses:
                     leaf.register_hook(partial(self._check_gradient, self.number))  # type: ignore[no-untyped-call]
 
     def _check_gradient(self, number: int, gradient: Tensor | None) -> Tensor | None:
-        """Check the gradient of an output of a given model, before other ranks take part in its backward."""
+        """Check the gradient of a model's output, before other ranks take part in the model's backward."""
         if number != self.number and (self.joined or self._weighting != "world"):
             raise _ahead(self.number)
         if gradient is None:  # from DDP, for an output that the loss does not need
@@ -264,7 +264,7 @@ class WeighedLosses:
 
     @property
     def holds_gradients(self) -> bool | None:
-        """Whether there are gradients that no given optimizer has stepped with; `None`: without one, it is unknown."""
+        """Whether there are gradients that no given optimizer has used yet; `None` (unknown) without an optimizer."""
         if not (self._has_accumulated and self._given_optimizers):
             return None if self._has_accumulated else False
         groups = [group for optimizer in self._given_optimizers for group in optimizer.param_groups]
@@ -280,7 +280,7 @@ class WeighedLosses:
             yield found
 
     def _leader(self, ranks: Sequence[int]) -> int:
-        """Return the place of the lowest of some ranks that had a batch in the step before: its buffers count."""
+        """Return the index in `ranks` of the lowest rank that had a batch in the previous step, for its buffers."""
         return next((place for place, rank in enumerate(ranks) if rank in self.before), 0)
 
     def _hold_statistics(self) -> None:
@@ -311,7 +311,7 @@ def _ahead(step: int) -> JoinError:
 
 
 def _has_rows(batch: Any) -> bool:
-    """Whether a batch has samples, or objects for which this is unknown."""
+    """Whether a batch has samples, or objects that may have samples."""
     return any(
         bool(len(leaf)) if isinstance(leaf, Tensor) and leaf.ndim else not isinstance(leaf, (*_PLAIN, Tensor))
         for leaf in tree_leaves(batch)

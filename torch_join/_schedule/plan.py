@@ -1,22 +1,22 @@
 """Which rank trains on which batch at which step: a function of numbers that all ranks know.
 
-Contract: all ranks make the same calls of their `Plan`, and so plan the same rows. A row depends only on the batches
-left (and on limits that do not change), so that a resumed or corrected run plans like any other.
+Contract: All ranks call their `Plan` in the same way, and so plan the same rows. A row depends only on the batches left
+and on constant limits, so a resumed or corrected run plans like any other.
 
-Known lengths. With S batches left on W ranks, L of them on a rank that may give up to g in a step, no schedule has
-fewer steps than T = max(ceil(S / W), ceil(L / (1 + g)) of each rank), and in one of T steps some step takes at least
-ceil(L / T) batches of that rank. Each row takes floor(L / T) or ceil(L / T) of each rank, together as many as there are
-ranks to train on them, so both bounds are met: the rest fits into T - 1 steps, in which no rank's share is larger than
-before. Among ranks whose share is not a whole number, those that are furthest behind give one more: so gifts are spread
-over the epoch, and a rank that receives one puts its own batch off.
+Known lengths. Let S batches be left on W ranks, L of them on a rank that may send up to g in a step. No schedule has
+fewer steps than T = max(ceil(S / W), ceil(L / (1 + g)) of each rank). In a schedule of T steps, some step takes at
+least ceil(L / T) batches of that rank. Each row takes floor(L / T) or ceil(L / T) batches of each rank, in total one
+for each rank that trains. This meets both bounds: the rest fits into T - 1 steps, in which no rank's share is larger
+than before. Among ranks whose share is not a whole number, those furthest behind send one more. This spreads the
+transfers over the epoch: a rank that receives a batch trains on its own later.
 
-Unknown lengths. As long as some rank's length is unknown, ranks with batches train on their own, and idle ranks get the
-gifts. Without limits every such row is full, and there are no more steps than with known lengths. With limits there are
-at most ceil(S / W) + max(ceil(L / (1 + g))), twice the minimum: a row that is not full takes 1 + g batches of each rank
-that has as many, so there are no more of these than the second term says.
+Unknown lengths. While some rank's length is unknown, ranks with batches train on their own, and idle ranks receive
+batches. Without limits every such row is full, and there are no more steps than with known lengths. With limits there
+are at most ceil(S / W) + max(ceil(L / (1 + g))) steps, at most twice the minimum: a row that is not full takes 1 + g
+batches of each rank that has that many, so the second term bounds the number of such rows.
 
-Either way, a rank without a batch has none until the epoch's end: its own loop may be over. This needs care only if a
-length proves wrong.
+In both cases, a rank without a batch has none until the epoch's end, since its own loop may be over. This matters only
+if a length proves wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,16 +30,16 @@ class Share(NamedTuple):
     batch_idx: int
 
 
-Row = tuple[Share | None, ...]  # by rank; `None`: it has no batch in this step
+Row = tuple[Share | None, ...]  # by rank; `None` if the rank has no batch in this step
 
 
 class Plan:
-    """The steps of one epoch: the planned ones, and the batches left for others.
+    """Plans the steps of one epoch, and knows the batches left for further steps.
 
     Args:
         left: By rank, its number of batches from here on; `None` if not known yet.
-        max_sent_per_step: By rank, how many batches it may give away in one step.
-        taken: By rank, how many of its batches were trained on before, in an epoch that is resumed in its middle.
+        max_sent_per_step: By rank, how many batches it may send in one step.
+        taken: By rank, how many of its batches were trained on before, if the epoch is resumed in the middle.
 
     Attributes:
         left: By rank, how many of its batches are in no row yet; `None` while unknown.
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def ahead(self) -> list[int]:
-        """By rank, how many batches it must have read, unless it reaches its end, before the next row is planned."""
+        """By rank, how many batches it must have read before the next row is planned, unless it reaches its end."""
         steps = self.steps_left
         if steps is not None:
             return [-(-left // steps) if left else 0 for left in self.left]
@@ -78,18 +78,18 @@ class Plan:
         return [min(most, each if left is None else left) for left, most in ends]
 
     def announce(self, left: Mapping[int, int]) -> None:
-        """Note the numbers of batches left on ranks that have reached their end, or know better than before."""
+        """Note the numbers of batches left on ranks that have reached their end, or that correct an earlier number."""
         for rank, number in left.items():
             self.left[rank] = number
 
     def leave(self, ranks: Iterable[int]) -> None:
-        """Continue to plan without ranks that leave the epoch: from now on they neither train nor give."""
+        """Continue to plan without ranks that leave the epoch: they neither train nor send batches from now on."""
         self._gone |= {*ranks}
         for rank in self._gone:
             self.left[rank] = 0
 
     def plan(self) -> Row:
-        """Plan the next row; without any batch if all ranks have reached their end."""
+        """Plan the next row, which has no batch if all ranks have reached their end."""
         steps = self.steps_left
         counts = self._as_read() if steps is None else self._as_known(steps)
         owners = [rank if count else None for rank, count in enumerate(counts)]
@@ -98,7 +98,7 @@ class Plan:
         for receiver, sender in zip(idle, donated, strict=False):
             owners[receiver] = sender
         row: list[Share | None] = [None] * len(counts)
-        for rank in sorted(range(len(counts)), key=lambda rank: owners[rank] != rank):  # its own comes first
+        for rank in sorted(range(len(counts)), key=lambda rank: owners[rank] != rank):  # owners' batches come first
             if (owner := owners[rank]) is not None:
                 row[rank] = Share(owner, self._taken[owner])
                 self._taken[owner] += 1
@@ -113,14 +113,14 @@ class Plan:
         lengths = [left or 0 for left in self.left]
         counts = [length // steps if steps else 0 for length in lengths]
         behind = [rank for rank, length in enumerate(lengths) if steps and length % steps]
-        # An earlier deadline goes first; among equal ones, a batch that its owner trains on.
+        # The earliest deadline goes first; among equal ones, a batch that its owner trains on.
         behind.sort(key=lambda rank: (-lengths[rank] / (counts[rank] + 1), counts[rank], rank))
         for rank in behind[: len(lengths) - len(self._gone) - sum(counts)]:
             counts[rank] += 1
         return counts
 
     def _as_read(self) -> list[int]:
-        """Return the same if some lengths are unknown: these ranks give at most the batches that they have read."""
+        """Return these counts if some lengths are unknown: ranks send at most the batches that they have read."""
         has = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
         counts = [min(1, number) for number in has]
         for _ in range(counts.count(0) - len(self._gone)):
@@ -133,5 +133,5 @@ class Plan:
 
 
 def steps_of(lengths: Sequence[int]) -> int:
-    """Return the number of steps of an epoch with these lengths, if ranks may give away any number of batches."""
+    """Return the number of steps of an epoch with these lengths, if ranks may send any number of batches."""
     return Plan(lengths, [len(lengths)] * len(lengths)).steps_left or 0

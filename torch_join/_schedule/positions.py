@@ -1,11 +1,11 @@
-"""A rank's place in a loader, as far as batches were trained on, however many were read ahead; and how to resume there.
+"""A rank's place in a loader, which counts batches trained on and not those read ahead, and how to resume from it.
 
-A loader with its own state gets that back. In any other loader, the batches that were trained on are skipped: by index
-if they come from a sampler, so that no sample is read, else by reading. That needs the same order, so the generators
-that may draw it are set meanwhile to their states at the loop's start.
+A loader with a state gets its state back. In any other loader, the batches that were trained on are skipped: by index
+if they come from a sampler, so that no sample is read, else by reading. Skipping needs the same order. So meanwhile the
+generators that may draw the order are set to their states at the loop's start.
 
-The contract relied on: a `DataLoader` draws its base seed, and then asks its sampler for indices; a sampler draws from
-torch's, numpy's or Python's generator, or from one that is an attribute of the loader or of an object that it holds.
+Contract: A `DataLoader` draws its base seed, and then asks its sampler for indices. A sampler draws from torch's,
+numpy's or Python's generator, or from a generator that is an attribute of the loader or of an object that it holds.
 """
 
 from collections import deque
@@ -48,12 +48,12 @@ from torch_join._schedule.stateful import (
     resumed_at,
 )
 
-# The result of `Position.place`: of plain types and tensors, if the loader's own state is. `over`, which means that
-# another loop comes next, is set by code that knows the places of all ranks.
+# The result of `Position.place`: plain types and tensors, if the loader's own state consists of these. Code that knows
+# the places of all ranks sets `over`, which means that another loop comes next.
 LoaderPlace = dict[str, Any]
 NOT_DEALT: LoaderPlace = {"dealt": None, "dealt_to": None, "deals": [], "start": 0, "seeds": None}
 _END = object()
-EVERY = 64  # reads, from one state of a loader that is read ahead to the next
+EVERY = 64  # reads between two kept states of a loader that is read ahead
 
 
 class Position:
@@ -64,11 +64,11 @@ class Position:
         place: The place to resume from; by default the start.
         ahead: The number of reads between two kept states of the loader, if batches are read ahead.
         after: Whether this is the next loop after a resumed one.
-        advice: Another remedy if the place belongs to another loader, for messages.
+        advice: A further remedy if the place belongs to another loader, for messages.
 
     Attributes:
         iterator: The iterator over the batches left.
-        first: How many were trained on before.
+        first: How many batches were trained on before.
         keeps: Whether to call `keep` before each read.
 
     Raises:
@@ -91,14 +91,14 @@ class Position:
         self._deals: list[Deal] = [] if place is None or place["over"] else place["deals"]
         self._start: int = place["start"] if place is not None and self._deals else 0
         self._seeds: dict[str, Any] | None = None
-        self._all_left: int | None = None  # this rank's batches in an epoch that is dealt out anew
+        self._all_left: int | None = None  # this rank's number of batches in an epoch that is dealt out anew
         self._stateful = keeps_place(loader) and not self._deals
-        # Whether it has a state, but one that does not restore its order.
+        # Whether the loader has a state that does not restore its order.
         self._keeps_none = not self._stateful and any(map(has_place, self._parts))
         self.keeps, self._every = bool(ahead) and self._stateful, ahead
-        # The last kept states: the number of batches read before, the state, and the states of its own generators.
+        # The last kept states: the number of batches read before, the loader's state, and its generators' states.
         self._states: deque[tuple[int, Any, Any]] = deque()
-        self._at_end: LoaderPlace | None = None  # its place, if it was resumed with nothing left
+        self._at_end: LoaderPlace | None = None  # the loader's place, if the loop resumed with no batch left
         restored: list[Any] = [] if place is None else place.pop("restored", [])
         if place is None or place["over"]:
             self.first = 0
@@ -125,29 +125,29 @@ class Position:
         return parts_of(self._loader)
 
     def keep(self, read: int, taken: int) -> None:
-        """Keep the loader's state after every few reads: a place may be asked for after later ones.
+        """Keep the loader's state after every `ahead` reads, to start from it when `place` is called later.
 
         Args:
             read: How many batches have been read.
-            taken: At least how many have been trained on when a place is next asked for.
+            taken: A lower bound of the batches trained on when `place` is next called.
         """
         if (read - self.first) % self._every or (self._states and self._states[-1][0] == read):
             return
         try:
             state = deepcopy(self._loader.state_dict())
-        except Exception as error:  # raised when a place is asked for
+        except Exception as error:  # `place` raises it
             state = error
         self._states.append((read, state, own_drawing(self._loader, self._drawn)))
         while len(self._states) > 1 and self._states[1][0] <= taken:
             self._states.popleft()
 
     def place(self, taken: int, read: int, ended: bool) -> LoaderPlace:
-        """Return this rank's place, for another `Position`, in another process.
+        """Return this rank's place, from which a `Position` in another process can resume.
 
         Args:
             taken: How many batches have been trained on since the loop started.
-            read: How many have been read.
-            ended: Whether none is left.
+            read: How many batches have been read.
+            ended: Whether no batch is left.
 
         Raises:
             UnsupportedError: The order is drawn in a way that cannot be reproduced.
@@ -157,7 +157,7 @@ class Position:
         state, again, now = None, 0, own_drawing(self._loader, self._drawn)
         if self._stateful and (read > taken or (self._states and self._states[-1][0] == read)):
             kept, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
-            again = taken - kept + (ended and kept == read)  # with the read that has found the end
+            again = taken - kept + (ended and kept == read)  # include the read that has found the end
             if isinstance(state, Exception):
                 raise state
         elif self._stateful:
@@ -179,12 +179,12 @@ class Position:
             "now": saved_drawing(now),
             "epochs": epochs_of(self._parts),
             "state": state,
-            "again": again,  # how many batches to read after the state, and to leave out
+            "again": again,  # how many batches to read and drop after the state is loaded
         }
 
     @property
     def length(self) -> int | None:
-        """The loop's number of batches, with those before it was resumed, if it does not go through all of a loader."""
+        """The number of batches, including those before a resume, in an epoch that is dealt out anew; else `None`."""
         return None if self._all_left is None else self._start + -(-self._all_left // self._size)
 
     def _resume(self, place: LoaderPlace) -> Iterator[Any]:
@@ -193,7 +193,7 @@ class Position:
             is_new = bool(place["plan"] and place["plan"].get("is_new"))
             loader = dealt_anew(loader, self._deals, self._begun, place["world"], is_new)
             self._all_left = len(loader)
-            # The order is that of the earlier ranks; anything else is drawn by each rank itself.
+            # The order is the one that the earlier ranks drew; each rank draws anything else itself.
             self._seeds = place["seeds"] or drawing(loader)
             with global_kept():
                 set_global(self._seeds)
@@ -207,7 +207,7 @@ class Position:
                 " kind of loader that was used when the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
-        # Others are read up to there, as a stream may count its passes; a sampler no further: it may draw at its end.
+        # Other loaders are read up to the last batch: a stream may count its passes, a sampler may draw at its end.
         if is_over and (state is not None or self._keeps_none):
             self._end(place, [])
             self._at_end = place
@@ -215,14 +215,14 @@ class Position:
         with drawn_as(loader, place["begun"]):
             if state is None:
                 return skip(loader, taken, place["begun"]["reuses"])
-            loader.load_state_dict(deepcopy(state))  # it may change the state later
+            loader.load_state_dict(deepcopy(state))  # the loader may change the state later
             with resumed_at(self._parts, place["epochs"], taken):
                 iterator = iter(loader)
-            if not taken:  # before its first batch, a stream's state is the end of the epoch before
+            if not taken:  # before its first batch, a stream's state is the end of the previous epoch
                 forget_states(self._parts)
-            # Not asked for before a read: LitData's loader would then forget the state it was given.
+            # Do not call `state_dict` before a read: LitData's loader would then forget the state just loaded.
             self._states.append((self.first - place["again"], state, place["now"]))
-            # A sampler without its own state draws the order again, and some only at the first read.
+            # A sampler without a state draws the order again, some samplers only at the first read.
             waits = drawn_later(loader, place["begun"])
             drawn = saved_drawing(drawing(loader))
         now = {name: state for name, state in place["now"]["own"].items() if name not in waits}
@@ -230,8 +230,8 @@ class Position:
         return read_past(self._after_state(iterator, drawn), place["again"] * self._size)
 
     def _after_state(self, iterator: Iterator[Any], drawn: dict[str, Any]) -> Iterator[Any]:
-        """Yield the batches after a state; `drawn` are the states of `drawing` from when it was loaded."""
-        # Set for the first read only: other draws in a step, for transforms for example, belong to this job.
+        """Yield the batches after a loaded state; `drawn` is the result of `drawing` when it was loaded."""
+        # Set only for the first read: other draws in a step, by transforms for example, belong to this job.
         with drawn_as(self._loader, drawn) if any(map(draws_globally, self._parts)) else nullcontext():
             first = next(iterator, _END)
         forget_states(self._parts)  # else all iterators of this epoch would apply them
@@ -240,24 +240,24 @@ class Position:
             yield from iterator
 
     def _end(self, place: LoaderPlace, restored: Sequence[Any]) -> None:
-        """Move the loader to the end of an epoch, where the place is: its next iterator is that of the next epoch.
+        """Move the loader to the end of the epoch, where the place is, so that its next iterator starts the next epoch.
 
         Args:
             place: The place.
-            restored: Generators that it shares with resumed loaders, which may have drawn from them since.
+            restored: Generators that the loader shares with resumed loaders, which may have drawn from them since.
         """
         loader = self._loader
         before, now = own_drawing(loader), place["now"]
-        # A dataset that applies its state in all iterators of an epoch would be at that end once more.
+        # A dataset that applies its state in all iterators of an epoch would start at that end again.
         if self._stateful and place["state"] is not None and not any(each is not None for each in place["epochs"]):
             told = told_epochs(loader, drawing(loader))  # for the next loop
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
                 begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
-                with suppress(StopIteration):  # it may already show the next epoch, with fewer batches
+                with suppress(StopIteration):  # the iterator may already be the next epoch's, with fewer batches
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
                         iterator = iter(loader)
-                    read_past(iterator, max(place["again"], begins))  # it may start only then
+                    read_past(iterator, max(place["again"], begins))  # some start only at a read
             begin_anew(self._parts, place["epochs"])
             for thing, epoch in told:
                 if has_epoch(thing):
@@ -268,11 +268,11 @@ class Position:
 
 
 def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | None = None) -> LoaderPlace:
-    """Return the place in a loader for which only a state was saved, by other code.
+    """Return the place in a loader for which other code has saved only a state.
 
     Args:
         loader: The loader.
-        state: The result of its `state_dict`.
+        state: The result of the loader's `state_dict`.
         taken: How many batches had been trained on.
         epochs: The result of `epochs_of` at that time; by default its result now.
     """
@@ -295,16 +295,16 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
 def dealt_among(
     places: Sequence[LoaderPlace | None], world: int, step: int, over: bool = False
 ) -> Sequence[LoaderPlace | None]:
-    """Return the places of `world` ranks in an epoch that other ranks, with `places`, have started.
+    """Return the places of `world` ranks in an epoch that another number of ranks has started.
 
     Args:
-        places: By rank of theirs.
+        places: The places of the ranks that have started it.
         world: How many ranks continue.
-        step: The step at which they do.
+        step: The step from which they continue.
         over: Whether the epoch is over. Then a loader that belongs to one rank starts anew.
 
     Raises:
-        JoinValueError: Nothing is known to deal the data out to all ranks.
+        JoinValueError: The ranks' data does not come from one sampler that distributes it to all of them.
     """
     is_dealt = all(
         place is not None and place["dealt"] is not None and [*place["dealt_to"]] == [rank, len(places)]
@@ -329,7 +329,7 @@ def dealt_among(
 
 
 def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Return the states that are equal on all ranks: those of a dataset belong to each rank."""
+    """Return the states that are equal on all ranks: all but those of the dataset, which differ between ranks."""
     return {**drawn, "own": {part: state for part, state in drawn["own"].items() if draws_order(part)}}
 
 
@@ -339,19 +339,19 @@ def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
 
 
 class Order:
-    """The order of one loop over a loader in which a framework finds its place in its own way.
+    """The order of one loop over a loader whose place a framework restores itself.
 
     Args:
         loader: The loader, with all sources of the order.
-        place: The result of `place` for the loop to resume, or for the one before; by default this is another loop.
-        advice: Another remedy if the place belongs to another loader, for the error.
+        place: The result of `place` for the loop to resume, or for the loop before this one; `None` in other loops.
+        advice: A further remedy if the place belongs to another loader, for the error.
     """
 
     def __init__(self, loader: Any, place: LoaderPlace | None = None, advice: str = "") -> None:
         self._loader, self._place, self._begun, self._advice = loader, place, drawing(loader), advice
 
     def go_through(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the framework's batches, the first of which is not read yet.
+        """Yield the framework's batches; the caller has not read the first one yet.
 
         Raises:
             JoinValueError: The place belongs to another loader.
@@ -369,7 +369,7 @@ class Order:
         yield from chain(first, batches)
 
     def rest(self, dealer: Dealer | None, deals: Sequence[Deal], world: int, is_new: bool) -> list[Any]:
-        """Return this rank's rest of a loop that others have started, in place of `go_through`; see `left_of`.
+        """Return this rank's rest of a loop that other ranks have started, instead of `go_through`; see `left_of`.
 
         Raises:
             JoinValueError: The place belongs to another loader.
@@ -386,11 +386,11 @@ class Order:
         check_same(self._loader, 1, place, self._advice)
 
     def place(self, ended: bool) -> LoaderPlace:
-        """Return the sources of the order, in plain types and tensors; if the loop has `ended`, those of the next."""
+        """Return the states that draw the order, in plain types and tensors; if `ended`, those for the next loop."""
         if ended:
             return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
         try:
             check_order(self._loader, has_place(self._loader), parts_of(self._loader))
             return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
-        except UnsupportedError as error:  # a framework writes more than places, and resumes without them as well
+        except UnsupportedError as error:  # no reason to fail here: frameworks save more, and can resume without places
             return {"ended": False, "refused": str(error)}

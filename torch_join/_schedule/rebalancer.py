@@ -1,4 +1,4 @@
-"""The batches that one rank trains on in an epoch with rebalancing: its own, and those of other ranks."""
+"""The batches that one rank trains on in an epoch with rebalancing: its own ones, and other ranks' batches."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +15,10 @@ class Source(Protocol):
     """This rank's own batches."""
 
     def read(self, ahead: int) -> int:
-        """Read until `ahead` batches wait, or the end is found; return how many wait."""
+        """Read until `ahead` batches are waiting, or to the end; return how many are waiting."""
 
     def peek(self) -> Any:
-        """Return the first batch that waits."""
+        """Return the first waiting batch."""
 
     def reserve(self, count: int) -> list[Any]:
         """Return the next batches, for one step: at most `count`."""
@@ -26,8 +26,8 @@ class Source(Protocol):
 
 class _Step(NamedTuple):
     row: Row
-    unknown: tuple[int, ...]  # ranks whose number of batches was unknown when it was planned
-    donated: int  # by this rank
+    unknown: tuple[int, ...]  # ranks whose number of batches was unknown when this step was planned
+    donated: int  # how many batches this rank sends
     mine: Any = None  # the batch, or its future; `None` once it was taken
     comes: bool = False
     counted: float | None = None  # the batch's count, once it has arrived
@@ -38,15 +38,15 @@ Meet = Callable[[float, dict[str, Any]], BarrierResult]
 
 
 class Rebalancer:
-    """One epoch: whose batch each rank trains on, and this rank's batches.
+    """Runs one epoch: plans which batch each rank trains on, and sends and receives batches.
 
-    A row of the plan is made some steps ahead, so that batches are sent while earlier steps run. All ranks meet before
-    each row: a rank that reaches its end unannounced sends how many batches are left, and if other ranks must then read
-    on, to be sure of their batches, all meet once more. With certain lengths the rows follow from them, and the driver
-    makes ranks meet, since the plan would still count on a rank that has left the loop.
+    Each row of the plan is made some steps ahead, so that batches are sent while earlier steps run. All ranks meet
+    before each row. A rank that unexpectedly reaches its end sends the number of its batches left. If other ranks must
+    then read further to be sure of their batches, all ranks meet again. With certain lengths the rows need no meeting.
+    The driver still makes ranks meet, since the plan would rely on a rank that has left the loop.
 
     Args:
-        channel: The channel in which ranks meet, and learn of failures.
+        channel: The channel for meetings and failure reports.
         exchange: Sends batches to other ranks.
         source: This rank's batches.
         plan: Plans the epoch.
@@ -54,14 +54,14 @@ class Rebalancer:
         count: Returns the count of a batch, if batches are counted; called on the rank that trains on it.
         step: The number of the first step.
         meets: Whether all ranks meet before each row.
-        meet: Meets them; by default in `channel`.
+        meet: Holds a meeting; by default over `channel`.
 
     Attributes:
         step: The current step.
         total: The sum of all ranks' counts at the current step, if batches are counted.
-        donated: How many batches this rank has given away, for finished steps.
-        received: How many of other ranks' batches it has trained on, in these.
-        lost: How many batches no rank trains on, since they were given to ranks that have left the epoch.
+        donated: How many batches this rank has sent for finished steps.
+        received: How many batches of other ranks this rank has trained on in finished steps.
+        lost: How many batches no rank trains on, since they were sent to ranks that have left the epoch.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rebalancer:
             self.total = self._meet(self.count(), {}).total
 
     def advance(self, notice: dict[str, Any] | None = None) -> None:
-        """Move to the next step, and plan another one; `notice` goes to all ranks that meet."""
+        """Move to the next step, and plan another one; all ranks that meet receive `notice`."""
         done = self._steps.popleft()
         share = done.row[self._channel.rank]
         self.donated += done.donated
@@ -113,7 +113,7 @@ class Rebalancer:
         self._plan_row()
 
     def _settle(self, count: float, notice: dict[str, Any] | None = None) -> None:
-        """Meet until all ranks know that they have the batches that the next row needs."""
+        """Read and meet until it is certain that all ranks have the batches that the next row needs."""
         rank, said, met = self._channel.rank, notice or {}, False
         while True:
             read = self._plan.ahead
@@ -150,7 +150,7 @@ class Rebalancer:
         self._last_ranks = self.active_ranks or self._last_ranks
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
-        """Continue without ranks that leave the epoch at the current step: no rank trains on batches given to them."""
+        """Continue without ranks that leave the epoch at the current step; no rank trains on batches sent to them."""
         self.total = total
         self._plan.leave(ranks)
         for index, step in enumerate(self._steps):
@@ -165,11 +165,11 @@ class Rebalancer:
         return self._steps[index].unknown if 0 <= index < len(self._steps) else ()
 
     def place(self) -> dict[str, Any]:
-        """Return the plan's state for a checkpoint, the same on all ranks: the batches and ranks of the next step.
+        """Return the plan's state for a checkpoint, as of the next step; it is equal on all ranks.
 
         Returns:
-            The next `step`; by rank, how many batches were `left` when it was planned, `None` if unknown, and the
-            `max_sent_per_step`; and the ranks that are `gone`: they have no more batches.
+            The next `step`; by rank, how many batches were `left` when that step was planned, `None` if unknown; by
+            rank, the `max_sent_per_step`; and the ranks that are `gone`, which train on no more batches.
         """
         rows, unknown = [step.row for step in self._steps], self.unknown_at(self.step + 1)
         planned = [share.owner for row in rows[1:] for share in row if share is not None]
@@ -184,7 +184,7 @@ class Rebalancer:
     def end(self) -> None:
         """End the epoch, perhaps before its last step; all ranks call this at the same step.
 
-        Batches given for steps that are not run are received, so that nothing is left over for the next epoch.
+        This rank receives the batches sent for steps that are not run, so that none is left over for the next epoch.
         """
         for step in self._steps:
             if step.comes:
@@ -194,12 +194,12 @@ class Rebalancer:
 
     @property
     def ahead(self) -> int:
-        """How many batches this rank must have read, unless it reaches its end, before the next row is planned."""
+        """How many batches this rank must have read before the next row is planned, unless it reaches its end."""
         return self._plan.ahead[self._channel.rank]
 
     @property
     def max_sent_per_step(self) -> list[int]:
-        """By rank, how many batches it may give away in one step."""
+        """By rank, how many batches it may send in one step."""
         return self._plan.max_sent_per_step
 
     @property
@@ -214,7 +214,7 @@ class Rebalancer:
         """Return the batch that this rank trains on, once it has arrived, at the current step or a later one.
 
         Raises:
-            PeerFailedError: The rank that gives it has failed.
+            PeerFailedError: The rank that sends it has failed.
         """
         self.count(ahead)
         step = self._steps[ahead]
@@ -222,10 +222,10 @@ class Rebalancer:
         return arrived(step.mine, self._channel) if step.comes else step.mine
 
     def count(self, ahead: int = 0) -> float:
-        """Return the count of the batch that this rank trains on, once it has arrived: 0 without one, or uncounted.
+        """Return the count of this rank's batch, once it has arrived; 0 without a batch, or if batches are not counted.
 
         Raises:
-            PeerFailedError: The rank that gives it has failed.
+            PeerFailedError: The rank that sends it has failed.
         """
         if self._count is None or not self.has_batch(ahead):
             return 0
@@ -242,12 +242,12 @@ class Rebalancer:
 
     @property
     def share(self) -> Share | None:
-        """Whose batch this rank trains on at the current step."""
+        """The owner and index of the batch that this rank trains on at the current step."""
         return self._steps[0].row[self._channel.rank] if self._steps else None
 
     # ------------------------------------------------------------ in lockstep: see `ExchangedActiveRanks`
 
-    has_met = True  # all meet before each step
+    has_met = True  # all ranks meet before each step
 
     def arrive(self, count: float, notice: dict[str, Any] | None, waits: bool) -> bool:
         self.advance(notice)

@@ -1,4 +1,4 @@
-"""Rebalancing over several epochs."""
+"""Rebalancing across epochs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ _Begin = tuple[int | None, bool, int, int, bool, str, str]  # exchanged at an ep
 
 
 class Rebalancing:
-    """The state that outlives an epoch: the group that sends batches, made in the first epoch that may need it.
+    """The state that outlives an epoch: the group that sends batches, created in the first epoch that may need it.
 
     Args:
         members: The ranks.
-        enabled: Whether batches are rebalanced at all; if not, there is never anything to do.
+        enabled: Whether batches are rebalanced at all.
 
     Attributes:
-        current: The current epoch's rebalancer, if there is anything to rebalance in it.
+        current: The current epoch's rebalancer, if the epoch needs rebalancing.
     """
 
     def __init__(self, members: Membership, enabled: bool = True) -> None:
@@ -34,12 +34,12 @@ class Rebalancing:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank has given away."""
+        """The number of bytes of batches that this rank has sent."""
         return self._exchange.nbytes if self._exchange is not None else 0
 
     @property
     def exchanged(self) -> tuple[int, int]:
-        """How many batches this rank has given away, and received, in the current or last epoch."""
+        """How many batches this rank has sent, and received, in the current or last epoch."""
         return (0, 0) if self.current is None else (self.current.donated, self.current.received)
 
     def begin(
@@ -64,16 +64,16 @@ class Rebalancing:
         Args:
             channel: The ranks' channel.
             source: This rank's batches.
-            length: Their number from here on, if known.
+            length: The number of its batches from here on, if known.
             meet: See `Rebalancer`.
             lead: See `Rebalancer`.
             count: See `Rebalancer`.
             step: The number of the first step.
             taken: How many of this rank's batches were trained on in the steps before.
-            max_sent_per_step: How many this rank may give away in a step; by default as its first batch allows.
-            is_certain: Whether that length is certain.
-            leaves: Whether this rank has left the epoch before, and neither trains nor gives.
-            meets: Whether all meet before each step even if all ranks' lengths are certain.
+            max_sent_per_step: How many batches this rank may send in a step; by default, the first one's size decides.
+            is_certain: Whether `length` is certain.
+            leaves: Whether this rank has already left the epoch, and neither trains nor sends batches.
+            meets: Whether all ranks meet before each step even if all lengths are certain.
             always: Whether to plan even if all ranks are certain to have the same number of batches.
 
         Returns:
@@ -81,7 +81,7 @@ class Rebalancing:
 
         Raises:
             JoinError: This rank cannot send batches.
-            PeerFailedError: Another rank cannot.
+            PeerFailedError: Another rank cannot send batches.
         """
         self.current = None
         max_sent_per_step = max_sent_per_step_of(source) if max_sent_per_step is None else max_sent_per_step
@@ -95,12 +95,12 @@ class Rebalancing:
         if problem:
             raise JoinError(problem)
         if any(theirs for *_, theirs, _ in everyone):
-            channel.gather(None)  # raises the error that they report
+            channel.gather(None)  # raises the error that those ranks report
         if self._exchange is None:
-            # A rank on which an error has ended the last exchange has none, while others may have theirs.
+            # A rank whose last exchange ended with an error has no connections, while other ranks may have theirs.
             self._exchange = Exchange(self._members.group, channel, [name for *_, name in everyone])
             if self._exchange.is_new:
-                channel.gather(None)  # all have read the addresses of the others
+                channel.gather(None)  # all ranks have read each other's addresses
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
@@ -109,7 +109,7 @@ class Rebalancing:
         return self.current
 
     def close(self) -> None:
-        """End, when all ranks are done with the batches that they were given."""
+        """Wait until other ranks have received the batches that this rank sent; then end."""
         self.current, exchange, self._exchange = None, self._exchange, None
         if exchange is not None:
             exchange.close()
@@ -122,7 +122,7 @@ class Rebalancing:
 
 
 def max_sent_per_step_of(source: Source) -> int:
-    """Return how many batches may be given away in a step, by the size of the first one; 0 if none can be."""
+    """Return how many batches may be sent in a step, by the size of the first one; 0 if it cannot be sent."""
     if not source.read(1):
         return 0
     batch = source.peek()

@@ -1,4 +1,4 @@
-"""For a place in a loader: a description of the loader, and an iterator over its rest, or over its next epoch."""
+"""What a place in a loader needs: a description of the loader, and iterators over its rest and its next epoch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,10 +16,10 @@ from torch_join._schedule.stateful import SideBySide, has_place, loaders_in, see
 
 
 def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str]:
-    """Return the properties that must be equal for a number of windows of this size, or a state, to mean the same.
+    """Return the properties of a loader that must not change, or a number of windows or a state would lose its meaning.
 
     Raises:
-        UnsupportedError: Its order cannot be reproduced, and the loop has not ended.
+        UnsupportedError: The loader's order cannot be reproduced, and the loop has not ended.
     """
     found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
     if isinstance(loader, SideBySide):
@@ -45,7 +45,7 @@ def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str
 
 
 def differs_from(loader: Any, size: int, place: dict[str, Any]) -> str:
-    """Return how the loader differs from that of a place."""
+    """Return how the loader differs from the one in which a place was saved."""
     then, now = place["loader"], describe(loader, size, place["ended"])
     other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return ", ".join(f"{name}: {then.get(name, 'unknown')} then, {now.get(name, 'unknown')} now" for name in other)
@@ -62,7 +62,7 @@ def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") 
 
 @contextmanager
 def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
-    """Make new persistent workers draw no base seed from a source of the order: the old ones drew none."""
+    """Make new persistent workers draw no base seed from a source of the order, since reused workers drew none."""
     with ExitStack() as stack:
         for each in loaders:
             if reuses_workers(each, now=False):
@@ -71,17 +71,17 @@ def _without_seeds(loaders: Sequence[Any]) -> Iterator[None]:
 
 
 def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
-    """Return an iterator over the batches after the first ones, whose order is drawn here.
+    """Draw the order, and return an iterator over the batches after the first `taken` ones.
 
     Args:
         loader: The loader.
         taken: How many batches to skip.
-        reuses: Whether its workers were those of the epoch before, so that it drew no base seed.
+        reuses: Whether the loader reused the workers of the previous epoch, and so drew no base seed.
     """
     if not _reads_by_index(loader):
         with _without_seeds(loaders_in(loader) if reuses else []):
             iterator: Iterator[Any] = iter(loader)
-        # The first batch is read here: an order may be drawn only then.
+        # Read the first batch here, since some loaders draw the order only then.
         return read_past(iterator, taken) if taken else chain([*islice(iterator, 1)], iterator)
     rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, taken)
     loader = copy(loader)
@@ -96,11 +96,11 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
 
 
 def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
-    """Return an iterator over a loader's next epoch; new persistent workers draw no base seed, as the old ones did not.
+    """Return an iterator over a loader's next epoch; new persistent workers draw no base seed, as reused ones do.
 
     Args:
         loader: The loader.
-        begun: The result of `drawing`; this notes there whether workers are reused.
+        begun: The result of `drawing`; this function notes in it whether workers are reused.
     """
     begun["reuses"] |= reuses_workers(loader, now=False)
     with _without_seeds(loaders_in(loader)):
@@ -114,7 +114,7 @@ def read_past(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _reads_by_index(loader: Any) -> bool:
-    """Whether a loader's batches follow from its sampler alone: torch's or torchdata's loader."""
+    """Whether only its sampler determines a loader's batches, as in torch's and torchdata's loaders."""
     if not isinstance(loader, DataLoader) or _is_stream(loader):
         return False
     iterates: Any = type(loader).__iter__
@@ -126,7 +126,7 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 
 
 class _Rest:
-    """A sampler of the rest of another one after its first indices, or batches of indices."""
+    """A sampler that skips the first indices, or batches of indices, of another sampler."""
 
     def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
         self._sampler, self._skipped = sampler, skipped
@@ -135,7 +135,7 @@ class _Rest:
     def start(self) -> None:
         """Draw the order."""
         if self._first is None:
-            # Not read to its end, where one of torch's samplers draws once more.
+            # Do not read it to its end, where one of torch's samplers draws once more.
             self._indices = read_past(iter(self._sampler), self._skipped)
             self._first = [] if self._skipped else [*islice(self._indices, 1)]
 

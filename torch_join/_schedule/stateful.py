@@ -1,6 +1,6 @@
-"""Dataloaders and datasets with a state: how to resume an epoch in its middle, and start the next one.
+"""Dataloaders and datasets with a state: how to resume in the middle of an epoch, and to start the next epoch.
 
-Those of other libraries are recognized by their attributes and modules, so that none of these is imported. Seen in
+Classes of other libraries are recognized by their attributes and modules, without importing these libraries. Seen in
 torchdata 0.11, litdata 0.2.76, datasets 5.2 and webdataset 1.0.2.
 """
 
@@ -15,10 +15,10 @@ from torch_join._base.errors import UnsupportedError
 
 
 class SideBySide:
-    """A loader that goes through several loaders at once, which keep their own places: a framework derives a class.
+    """A loader that iterates over several loaders at once, each with its own place. Frameworks derive classes from it.
 
     Attributes:
-        loaders: These loaders.
+        loaders: The loaders that it iterates over.
     """
 
     loaders: Sequence[Any]
@@ -30,27 +30,27 @@ class SideBySide:
 
 
 def loaders_in(loader: Any) -> Sequence[Any]:
-    """Return the loaders that a loader goes through side by side, or itself."""
+    """Return the loaders that a loader iterates over side by side, or the loader itself."""
     return loader.loaders if isinstance(loader, SideBySide) else [loader]
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether an object has a state that can be loaded again."""
+    """Whether an object has a state that can be saved and loaded."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler of a loader's indices, inside any batch samplers; `None` without one."""
+    """Return the sampler of a loader's indices, inside any batch samplers; `None` if there is no sampler."""
     sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # no truth value: it may have no length
-    # One of Accelerate's has no inner sampler.
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler  # not `or`: `len` may raise
+    # One of Accelerate's batch samplers has no inner sampler.
     while isinstance(sampler, BatchSampler) and not is_stateful(sampler) and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
 
 
 def has_place(loader: Any) -> bool:
-    """Whether a loader's own state has its place: a Hugging Face `datasets` stream loses a shuffle's buffer."""
+    """Whether a loader's state restores its place; a shuffled Hugging Face `datasets` stream loses its buffer."""
     return is_stateful(loader) and not any(
         type(part).__name__ == "BufferShuffledExamplesIterable" for part in _stream_parts(loader)
     )
@@ -68,20 +68,20 @@ def _stream_parts(loader: Any) -> Iterator[Any]:
 
 @contextmanager
 def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Iterator[None]:
-    """Put around the creation of iterators, so that each loader starts at its loaded state, and none starts anew.
+    """Wrap the creation of iterators, so that each loader starts at its loaded state, and none starts anew.
 
     Args:
         loaders: The loaders, whose states have been loaded.
-        epochs: For each, the result of `epochs_of` that was saved with its state.
+        epochs: The result of `epochs_of` that was saved with these states.
         taken: How many batches had been taken.
     """
     for loader, epoch in zip(loaders, epochs, strict=True):
         if epoch is not None:
-            # Lightning skips `on_train_epoch_start`, where it is usually set, in a resumed epoch.
+            # In a resumed epoch, Lightning skips `on_train_epoch_start`, where user code usually sets the epoch.
             loader.dataset.set_epoch(epoch)
         if _is_litdata(loader) and taken > 0:
-            loader.restore = True  # it mistakes the end of an epoch for the start of the next
-    # `torchdata.nodes.Loader` starts anew at its end, if this rank has no batch in the rest of the epoch.
+            loader.restore = True  # LitData mistakes the end of an epoch for the start of the next one
+    # A `torchdata.nodes.Loader` would start anew, if this rank has no batch in the rest of the epoch.
     restarting = [loader for loader in loaders if getattr(loader, "restart_on_stop_iteration", False)]
     states = [getattr(loader, "next_iter_state", None) for loader in loaders]
     yielded = [None if is_finished(state) else _yielded(state) for state in states]  # a finished one starts anew
@@ -95,13 +95,13 @@ def resumed_at(loaders: Sequence[Any], epochs: Sequence[Any], taken: int) -> Ite
         for loader, count in zip(loaders, yielded, strict=True):
             iterator: Any = getattr(loader, "_iterator", None)
             if count is not None and hasattr(iterator, "_num_yielded"):
-                iterator._num_yielded = count  # torchdata's counts batches twice that it reads again
+                iterator._num_yielded = count  # torchdata's iterator counts batches that it reads again twice
             if getattr(loader, "next_iter_state", None) is not None:
-                loader.next_iter_state = None  # else torchdata's, if it ended before, resumes from it next time too
+                loader.next_iter_state = None  # else torchdata's loader, if it has ended, would resume from it again
 
 
 def _yielded(state: dict[str, Any] | None) -> int | None:
-    """Return how many batches had been read, according to a state of torchdata's `StatefulDataLoader`."""
+    """Return how many batches were read before a state of torchdata's `StatefulDataLoader` was saved."""
     if state is None:
         return None
     if "_snapshot" in state:
@@ -110,14 +110,14 @@ def _yielded(state: dict[str, Any] | None) -> int | None:
 
 
 def is_finished(state: Any) -> bool:
-    """Whether a state of torchdata's `StatefulDataLoader` is from the end, where it would start anew."""
+    """Whether a state of torchdata's `StatefulDataLoader` was saved at the end: the loader then starts anew from it."""
     return isinstance(state, dict) and bool(state.get("_iterator_finished"))
 
 
 def epochs_of(loaders: Sequence[Any]) -> list[Any]:
-    """Return the epochs of datasets that apply a state only in its epoch, but in all iterators of that epoch.
+    """Return, by loader, the epoch of a dataset that applies a loaded state in all iterators of that epoch, or `None`.
 
-    Streams of Hugging Face's `datasets` do.
+    Hugging Face `datasets` streams do this.
     """
     datasets = [getattr(loader, "dataset", None) for loader in loaders]
     bound = [is_stateful(each) and callable(getattr(each, "set_epoch", None)) for each in datasets]
@@ -125,16 +125,16 @@ def epochs_of(loaders: Sequence[Any]) -> list[Any]:
 
 
 def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
-    """Prepare for the first epoch after one that was resumed with states of `epochs`.
+    """Prepare for the first epoch after one that was resumed from states saved in `epochs`.
 
     Raises:
-        UnsupportedError: A dataset would start at the state once more.
+        UnsupportedError: A dataset would start at its loaded state again.
     """
     for loader, saved, now in zip(loaders, epochs, epochs_of(loaders), strict=False):
         if _is_litdata(loader):
-            # It notices the end of an epoch only when it is read past its end, which a loader with a length is not.
+            # LitData notices an epoch's end only when read past it, which does not happen to a loader with a length.
             loader.restore = False
-        # The state of a copy in a worker ends with the worker.
+        # The state of a dataset's copy in a worker ends with the worker.
         in_worker = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
         if now is None or now != saved or in_worker:
             continue
@@ -150,21 +150,21 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
 
 
 def shuffle_of(loader: Any) -> int | None:
-    """Return a checksum of the shuffling of a Hugging Face `datasets` stream; `None` if it is not shuffled."""
+    """Return a checksum of a Hugging Face `datasets` stream's shuffling; `None` if the stream is not shuffled."""
     generators = [generator for part in _stream_parts(loader) if (generator := getattr(part, "generator", None))]
     return crc32(repr([each.bit_generator.state for each in generators]).encode()) if generators else None
 
 
 def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -> None:
-    """Raise if a loop's order could not be reproduced.
+    """Raise if a loop's order cannot be reproduced.
 
     Args:
         loader: The loader.
-        stateful: Whether it resumes from its own state.
-        parts: Its parts from which an order may be drawn, by name.
+        stateful: Whether the loader resumes from its own state.
+        parts: The loader's parts from which an order may be drawn, by name.
 
     Raises:
-        UnsupportedError: It could not.
+        UnsupportedError: The order cannot be reproduced.
     """
     if isinstance(loader, SideBySide):
         if loader.problem:
@@ -200,12 +200,12 @@ def seed_of(part: Any) -> int | str | None:
     """Return the seed of a part of a loader, if it has one.
 
     Raises:
-        UnsupportedError: It shuffles by the clock.
+        UnsupportedError: The part shuffles with a seed from the clock.
     """
     held = getattr(part, "__dict__", {})
     if type(part).__module__.partition(".")[0] == "webdataset":
         if "pipeline" in held:
-            return None  # its stages have it
+            return None  # its stages have the seeds
         if getattr(held.get("f"), "__name__", "") == "_shuffle":
             if held["kw"].get("seed") is None and held["kw"].get("rng") is None:
                 raise UnsupportedError(
@@ -219,9 +219,9 @@ def seed_of(part: Any) -> int | str | None:
 
 
 def forget_states(loaders: Sequence[Any]) -> None:
-    """Make objects that apply a state in all iterators of an epoch start anew in iterators made from now on.
+    """Make datasets that apply a loaded state in all iterators of an epoch start anew in further iterators.
 
-    Called when the iterators that resume from it have started. Copies in workers have their own states.
+    Call this when the iterators that resume from the state have started. Copies in workers have their own states.
     """
     for loader in filter(_is_hugging_face, loaders):
         loader.dataset.load_state_dict({})
