@@ -1,6 +1,6 @@
 """Small messages between ranks, without tensors: who is alive, what comes next, who has failed.
 
-Begin with: `channel.py`. `_links/` has the connections that carry the messages; until these exist, `set_up.py` sends
-messages over the process group. `codec.py` defines what a message may contain: data from another process is never
-unpickled.
+Start reading at `channel.py`. `_links/` has the connections that carry the messages. Until these exist, `set_up.py`
+sends messages over the process group. `codec.py` defines what a message may contain: data from another process is
+never unpickled.
 """

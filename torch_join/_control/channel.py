@@ -1,8 +1,8 @@
 """Small messages between the ranks of a process group, over a tree of connections.
 
-A message from another rank is there when it is needed, or is waited for. A reported failure ends every wait at once.
-When a process ends, its neighbours notice the end of its connections, and ranks that wait on its host notice that it is
-gone, or stopped.
+A rank that needs a message reads it, or waits until it comes. A reported failure ends every wait at once. When a
+process ends, its neighbours notice the end of its connections. Waiting ranks on the same host check every second
+whether other ranks' processes have ended or are stopped.
 """
 
 import copy
@@ -26,9 +26,9 @@ from torch_join._control.reports import BarrierResult, Health, Status, waited_in
 T = TypeVar("T")
 
 _UNIT = 1 << 1074  # any float times this is an integer, so that sums do not depend on the order
-_FOR_GOOD = (1 << 64) - 1  # for posted values: a record that no rank passes
-_SOME = 1 << 28  # the most barriers of some ranks between two barriers of all
-_LOOKS_EVERY = 1.0  # seconds of a wait between two looks for processes that are gone, or stopped
+_FOR_GOOD = (1 << 64) - 1  # a record that no rank passes, for values posted for good
+_SOME = 1 << 28  # the most barriers of some ranks between two barriers of all ranks
+_LOOKS_EVERY = 1.0  # seconds between two checks, in a wait, whether processes have ended or are stopped
 _ANSWERS_WITHIN = 3.0  # seconds
 TIMEOUT = timedelta(minutes=30)  # how long a rank waits for another, unless the user sets a timeout
 _ANSWER = tuple[bool, Status | None]
@@ -38,19 +38,19 @@ class Channel:
     """The messages of one rank.
 
     Args:
-        tree: Its connections, by default none: a world of one.
-        timeout: How long it waits for another rank.
+        tree: The rank's connections; by default none, for a world of one.
+        timeout: How long this rank waits for another one.
 
     Attributes:
         rank, world_size: This rank, and the number of ranks.
         global_ranks: By rank, its number in the whole job, for errors.
-        barrier_number: A number that identifies the last barrier that this rank has come to.
+        barrier_number: The number of the last barrier at which this rank has arrived.
         records: The number of log records that this rank has written, counted as written, or followed.
-        status: Returns what this rank adds to its answer to a health check.
+        status: Returns this rank's `Status`, for its answer to a health check.
         explain: Returns the error that explains a failure, given all answers by global rank.
-        suspect: Called each second of a wait for others, after a look at the processes; an error from it ends the wait.
-        thread: The thread that waits here, or may, by both of its numbers.
-        awaits: The current wait: its kind, its number, the ranks that have to come as bits (0: all), and its `ready`.
+        suspect: Called every second while waiting for other ranks, after a check of their processes; may raise.
+        thread: The thread that waits here, or may wait: its Python and its native id.
+        awaits: The current wait: its kind, its number, the awaited ranks as bits (0: all), and its `ready`.
         before_meeting: Called before all ranks meet, to finish an earlier meeting that was deferred.
     """
 
@@ -70,14 +70,14 @@ class Channel:
         self.suspect: Callable[[], object] = lambda: None
         self.before_meeting: Callable[[], object] = lambda: None
         self._peers = Peers(self.rank, self.global_ranks, tree.node.processes, tree.node.layout.elsewhere)
-        self.barrier_number, self._them = 0, 0  # the ranks of that barrier
+        self.barrier_number, self._them = 0, 0  # `_them`: the ranks of that barrier, as bits
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
-        self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this one took part
-        self._is_awake = False  # during a wait after which others wait for this rank's answer
+        self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this rank took part
+        self._is_awake = False  # in a wait after which other ranks wait for this rank's answer
         self._heard: JoinError | None = None
-        self._told: str | None = None  # the first failure of its own that this rank has reported
-        # A weak reference, so that a channel that is dropped is gone at once.
+        self._told: str | None = None  # the first failure of this rank that it has reported
+        # A weak reference, so that Python frees a dropped channel at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
         tree.channels[self._number] = self
@@ -85,39 +85,39 @@ class Channel:
     # ------------------------------------------------------------ meetings
 
     def barrier(self, count: float = 0, notice: dict[str, Any] | None = None) -> BarrierResult:
-        """Meet all ranks: sum a number and share the notices of some ranks; `arrive` and `wait` in one."""
+        """Meet all ranks, to sum a number and share notices: call `arrive`, then `wait`."""
         self.arrive(count, notice)
         return self.wait()
 
     def arrive(
         self, count: float = 0, notice: dict[str, Any] | None = None, ranks: Sequence[int] | None = None
     ) -> None:
-        """Come to a barrier, and send this rank's part.
+        """Arrive at a barrier, and send this rank's count and notice.
 
         Args:
             count: This rank's summand: a finite number, 0 or more.
             notice: This rank's notice, if any: a JSON object.
-            ranks: The ranks that meet, by default all. Between two barriers of all ranks they only become fewer.
+            ranks: The ranks that meet, by default all. Between two barriers of all ranks, this set may only shrink.
 
         Raises:
-            JoinValueError: `count` is not such a number.
+            JoinValueError: `count` is negative or not finite.
         """
         self.before_meeting()
         if not 0 <= count < math.inf:
             raise JoinValueError(f"A barrier adds up a finite number of each rank, 0 or more, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
-        # Barriers of some ranks are counted from the last one of all: other ranks take no part in them.
+        # Count barriers of some ranks from the last barrier of all ranks, since other ranks take no part in them.
         self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
         said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
             self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, said)
 
     def wait(self) -> BarrierResult:
-        """Wait until all participants have come to the barrier at which this rank has called `arrive`.
+        """Wait until all participants have arrived at this rank's last barrier.
 
         Returns:
-            The sum and the notices of all ranks, the same on each.
+            The sum and the notices of all ranks, equal on all of them.
 
         Raises:
             PeerFailedError: Another rank has failed.
@@ -135,17 +135,17 @@ class Channel:
         return BarrierResult(total / _UNIT, dict(sorted(lines, key=lambda notice: notice[0])))
 
     def defer_reads(self) -> None:
-        """Note that this rank calls `poll` or waits in a moment: messages need not be read before.
+        """Note that this rank is about to call `poll` or to wait, so messages can stay unread until then.
 
-        Otherwise another thread reads messages at once, and takes the interpreter's lock for that.
+        Otherwise another thread reads messages at once, and takes the interpreter's lock to do so.
         """
         self._links.defer_reads()
 
     def poll(self) -> None:
-        """Read the messages since `defer_reads`, and pass them on; does not wait for other ranks."""
+        """Read the messages that have come since `defer_reads`, and pass them on; does not wait for other ranks."""
         if self._links.reads_deferred:
             self._links.read()
-            if self._node.layout.children:  # a rank that passes messages on must be ready for more
+            if self._node.layout.children:  # a rank that passes messages on must not defer further reads
                 self._links.resume()
 
     def gather(self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None) -> list[T]:
@@ -154,11 +154,11 @@ class Channel:
         Args:
             value: This rank's value: numbers, strings, lists, tuples, dictionaries and the like.
             of: The type that all values must have.
-            among: A name that is used once, and the ranks that meet; by default all do.
+            among: A name that is used only once, and the ranks that meet; by default all ranks meet.
 
         Raises:
-            JoinError: A value is not a rank's message, or not of that type; or ranks wait for each other.
-            JoinTypeError: `value` is of a type that cannot go over the channel.
+            JoinError: A received value is malformed or has another type; or ranks wait for each other.
+            JoinTypeError: `value` has a type that cannot be sent.
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
@@ -167,7 +167,7 @@ class Channel:
     def begin_gather(
         self, value: T, *, of: Any = Any, among: tuple[str, Sequence[int]] | None = None
     ) -> Callable[[], list[T]]:
-        """Send this rank's part of a `gather`; return a function that waits for the others' parts and returns all."""
+        """Send this rank's value for a `gather`; return a function that waits for the other values and returns all."""
         data = _codec.encode(value)
         if among is not None:
             name, them = _node.number_of(among[0]), _bits(among[1])
@@ -201,8 +201,8 @@ class Channel:
 
         Args:
             record: A value as for `gather`.
-            leads: Whether this rank writes it. The ranks that keep the log all call this in the same
-                order, and one of them writes.
+            leads: Whether this rank writes the record. All ranks that keep the log call this in the same order, and
+                one of them writes.
         """
         if leads:
             self.post(f"log/{self.records}", record)
@@ -220,7 +220,7 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: No record came within the channel's timeout.
         """
-        self._pass_log()  # values posted with this record remain to be read after it has come
+        self._pass_log()  # values posted with this record can still be read after it has come
         self._is_awake = True
         try:
             record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 0))
@@ -236,7 +236,7 @@ class Channel:
     def post(self, key: str, value: Any, lasts: bool = False) -> None:
         """Post a value (as for `gather`) under a unique name; does not wait for other ranks.
 
-        Each rank keeps it until it passes the record that this one writes next, or, if it `lasts`, for good.
+        Each rank keeps the value until it passes the next record that this rank writes, or for good if it `lasts`.
         """
         data = value if type(value) is _codec.Encoded else _codec.encode(value)
         with self._links.lock:
@@ -254,7 +254,7 @@ class Channel:
         of: Any = Any,
         awaits: tuple[str, int, int] | None = None,
     ) -> Any:
-        """Wait for the posted value of this name, as `follow` does for a record; see there and `_until`."""
+        """Wait for the posted value of this name; for the arguments see `follow` and `_until`."""
         values = self._stream.values
         self._until(lambda: key in values, meanwhile, awaits=awaits)
         return self._decode(repr(key), values[key], of)
@@ -262,7 +262,7 @@ class Channel:
     # ------------------------------------------------------------ values kept, or summed, on one rank
 
     def keep(self, key: str, value: Any) -> None:
-        """Keep a value (as for `gather`) under a name, so that others can `ask` for it; does not wait for other ranks.
+        """Keep a value (as for `gather`) under a name, for ranks that `ask` for it; does not wait for other ranks.
 
         A rank keeps its last few thousand values.
         """
@@ -271,7 +271,7 @@ class Channel:
             self._node.keep(self._number, key, data)
 
     def ask(self, key: str, ranks: Sequence[int], of: Any = Any) -> dict[int, Any]:
-        """Return the values that ranks keep under a name, by rank.
+        """Wait for the values that ranks keep under a name; return them by rank.
 
         Args:
             key: The name.
@@ -280,7 +280,7 @@ class Channel:
 
         Raises:
             PeerFailedError: Another rank has failed.
-            JoinTimeoutError: Another rank does not keep it within the channel's timeout.
+            JoinTimeoutError: A rank has not kept a value of this name within the channel's timeout.
         """
         asked = {rank: self._ask(_node.ASK, rank, key, 0) for rank in ranks}
         answers = self._stream.answers
@@ -289,7 +289,7 @@ class Channel:
         return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
 
     def add(self, key: str, number: int) -> int:
-        """Add to the number of this name, which starts at 0, and return the sum; rank 0 keeps the last few sums."""
+        """Add to the number of this name, which starts at 0; return the sum. Rank 0 keeps the last few sums."""
         asked, answers = self._ask(_node.ADD, 0, key, number), self._stream.answers
         self._until(lambda: asked in answers)
         return int.from_bytes(answers.pop(asked), "little", signed=True)
@@ -306,7 +306,7 @@ class Channel:
             self._node.arrive(self._number, _node.SUMS | _node.number_of(key), 1, number, _bits(ranks), b"")
 
     def contributed(self, key: str, ranks: Sequence[int]) -> int | None:
-        """Return that sum, once, on the first of the ranks; `None` until it is complete. Does not wait."""
+        """Return that sum, once, on the lowest of the ranks; `None` until it is complete. Does not wait."""
         self._links.read()
         name = _node.SUMS | _node.number_of(key), 1 << min(ranks)
         total, _ = self._stream.barriers.pop(name, (None, b""))
@@ -315,10 +315,10 @@ class Channel:
     # ------------------------------------------------------------ failures
 
     def fail(self, reason: str | BaseException, rank: int | None = None) -> None:
-        """Report to the other ranks that this one (or `rank`, which cannot) has failed; does not wait for other ranks.
+        """Report to the other ranks that this rank (or `rank`, which cannot report it) has failed; does not wait.
 
         Args:
-            reason: The cause; or the error that ended this rank: its own, or a failure known from another channel.
+            reason: The cause, or the error that ended this rank: its own error, or a failure from another channel.
             rank: The failed rank.
         """
         watch, name = cast(Any, self._tree.watch), f"{LEFT_AT}{self.rank}"
@@ -344,7 +344,7 @@ class Channel:
     def _known_failure(self) -> JoinError | None:
         if self._heard is None and (data := self._stream.failure) is not None:
             self._heard = self._read_failure(data)
-        # A new one each time: a raised error holds the frames that it passed, and with them this channel.
+        # Return a copy: a raised error keeps the frames that it passed, and with them this channel, alive.
         return None if self._heard is None else copy.copy(self._heard)
 
     def _read_failure(self, data: bytes) -> JoinError | None:
@@ -363,10 +363,10 @@ class Channel:
         return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
-        """Return a function to call repeatedly while waiting for another rank by other means than this channel.
+        """Return a function to call repeatedly while waiting for another rank outside this channel.
 
-        It raises as a wait on the channel does: `PeerFailedError` if a rank has failed or its process is gone,
-        `JoinTimeoutError` when the channel's timeout is over.
+        The function raises as a wait on the channel does: `PeerFailedError` if a rank has failed or its process has
+        ended, `JoinTimeoutError` when the channel's timeout is over.
         """
         return self._check(self.failure)
 
@@ -412,14 +412,14 @@ class Channel:
 
         self._tree.wait(enough, lambda: None)
         found = {rank: places[rank][1] for rank in range(self.world_size) if answered(rank)}
-        # A rank that has left has been reached, and answers nothing.
+        # A rank that has left the channel was reached, but its answer is empty.
         answers = {rank: self._decode("an answer", data, _ANSWER) for rank, data in found.items() if data}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         stuck = {*missing} - found.keys()
         return Health(answers, [rank for rank in missing if self._node.layout.between(rank).isdisjoint(stuck)])
 
     def find_why(self, what: str) -> tuple[JoinError | None, Health]:
-        """Return the other ranks' explanation of a problem on this rank, described by `what`, and their health."""
+        """Return the error that explains a problem on this rank, described by `what`, and the result of `health`."""
         answers, silent = health = self.health()
         ranks, failure = self.global_ranks, self.failure()
         if failure is not None:
@@ -439,7 +439,7 @@ class Channel:
 
     @property
     def passed(self) -> list[int]:
-        """The numbers of this rank's last barrier, its gathers and its records; then its last gathers of some ranks."""
+        """This rank's last barrier, its numbers of gathers and records, and its last gathers of some ranks."""
         return [self.barrier_number, self._gathers, self.records, *self._some]
 
     def _decode(self, what: str, data: bytes, of: Any) -> Any:
@@ -456,17 +456,17 @@ class Channel:
         """Stop sending and answering messages.
 
         Args:
-            meets: Whether all ranks call this, and wait for each other. This is no barrier of the process group, which
-                on an accelerator must be given a device, or uses the first one.
+            meets: Whether all ranks call this, and wait for each other. This does not use the process group's barrier,
+                which needs a device on an accelerator, or takes the first one.
 
         Raises:
-            PeerFailedError: A rank has ended before.
+            PeerFailedError: Another rank has ended early.
         """
         if meets:
             self.gather(None)
         self._stream.place = no_place
         self._tree.channels.pop(self._number, None)
-        self._tree.part()  # sends reported failures, before the process may end
+        self._tree.part()  # sends reported failures before the process may end
         if self.world_size > 1:  # else others may share it
             self._end()
 
@@ -478,12 +478,12 @@ class Channel:
         meanwhile: Callable[[], None] | None = None,
         awaits: tuple[str, int, int] | None = None,
     ) -> None:
-        """Wait.
+        """Wait until `ready`.
 
         Args:
             ready: Returns whether the wait is over.
             meanwhile: Called repeatedly.
-            awaits: The reason; see the channel's `awaits`.
+            awaits: What this rank waits for: see the attribute `awaits`.
         """
         check: Callable[[], None] | None = None
 
@@ -491,7 +491,7 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if self._told is not None:  # no rank would come
+            if self._told is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
                 raise JoinError(f"Rank {me} cannot wait for the others, which it has told that it failed: {self._told}")
             check = check or self._check(self._known_failure)

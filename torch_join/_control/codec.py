@@ -1,10 +1,10 @@
 """The encoding of messages: JSON, with a table of the types that a message may contain.
 
-Data from another process is never unpickled, since that would run the sender's code. A list is a JSON array and a
-simple value is itself; any other value is an object with one entry, its type's tag and its contents. Values of other
-types cannot be in a message: they go over the process group (`_objects`).
+Data from another process is never unpickled, since that would run the sender's code. In JSON, a list is an array, and a
+simple value is itself. Any other value is an object with one entry: its type's tag and its contents. Values of types
+not in the table cannot be in a message: they go over the process group (`_handover/objects.py`).
 
-Received data is checked: its size, its types and, if one is given, the expected type. (The parser limits the depth.)
+Received data is checked for its size, its types and, if given, the expected type. The parser limits the depth.
 """
 
 import json
@@ -27,11 +27,11 @@ _SIMPLE = frozenset({type(None), bool, int, float, str})
 
 
 class Malformed(ValueError):  # noqa: N818  the reader turns it into an error
-    """The data is not what `encode` writes, or not of the type that was expected."""
+    """The data does not come from `encode`, or does not have the expected type."""
 
 
 def foreign(what: str, why: object) -> JoinError:
-    """Return the error of a rank that has read data that no rank can have written."""
+    """Return the error for received data that no rank can have sent."""
     return JoinError(
         f"This rank read a message ({what}) that none of its ranks sent: {why}. Either they run different versions of"
         " torch_join, or some ranks were in another collective of the process group when the first `with` (or fit)"
@@ -43,7 +43,7 @@ def foreign(what: str, why: object) -> JoinError:
 
 
 def closed(tag: str) -> Callable[[C], C]:
-    """Allow objects of a dataclass or a `NamedTuple` in messages, with the fields and types of its annotations.
+    """Allow objects of a dataclass or a `NamedTuple` in messages; their fields must have the annotated types.
 
     Args:
         tag: The type's tag in messages.
@@ -51,7 +51,7 @@ def closed(tag: str) -> Callable[[C], C]:
 
     def register(kind: C) -> C:
         checks = {name: _checker(of) for name, of in typing.get_type_hints(kind).items()}
-        # Another package's types are prefixed with its name: two packages may be made from one source.
+        # The name of another package is added to its types' tags, since two packages may come from one source.
         package = kind.__module__.partition(".")[0]
         known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
@@ -85,7 +85,7 @@ def _scalar(content: Any) -> Tensor:
     dtype, value = _list(content)
     if type(value) not in (bool, int, float, complex):
         raise Malformed(f"a number is {brief(value)}")
-    # On the CPU, and moved when it is used: reading a message starts no device.
+    # Create it on the CPU, so that reading a message does not initialize a device. Code that uses it moves it.
     return torch.tensor(value, dtype=_dtypes()[dtype], device="cpu")
 
 
@@ -97,7 +97,7 @@ def _device(content: Any) -> torch.device:
 
 def _size(content: Any) -> torch.Size:
     if not all(type(length) is int and 0 <= length < 1 << 63 for length in _list(content)):
-        raise Malformed(f"a size is {brief(content)}")  # it could not even be printed
+        raise Malformed(f"a size is {brief(content)}")  # such a size could not even be printed
     return torch.Size(content)
 
 
@@ -111,7 +111,7 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-# By type, or by tag: how a value is written, and read. Classes that are `closed` are added to these.
+# Functions that write values, by type, and that read them, by tag. `closed` adds classes to both.
 _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("t", lambda value: _plain_items(value)),
     dict: ("d", lambda value: [[_plain(key), _plain(item)] for key, item in value.items()]),
@@ -168,15 +168,15 @@ class Encoded(bytes):
 
 
 def in_pair(values: Iterable[Encoded], value: Encoded) -> Encoded:
-    """Return the encoding of a tuple of a list of encoded values, and another encoded value."""
+    """Return the encoding of a tuple of two: a list of encoded values, and another encoded value."""
     return Encoded(b'{"t":[[' + b",".join(values) + b"]," + value + b"]}")
 
 
 def encode(value: Any) -> Encoded:
-    """Return bytes from which `decode` makes an equal value; an encoded value is returned as it is.
+    """Return bytes from which `decode` makes an equal value; return an encoded value unchanged.
 
     Raises:
-        JoinTypeError: A part of it is of a type that a message cannot have, or it is too large.
+        JoinTypeError: A part of the value has a type that a message cannot have, or the value is too large.
     """
     try:
         data = value if type(value) is Encoded else Encoded(_encoder.encode(_plain(value)).encode("ascii"))
@@ -201,10 +201,10 @@ def decode(data: bytes, of: Any = Any) -> Any:
 
     Args:
         data: Bytes that another rank has written.
-        of: The type that it must have: a class, or one composed of `list`, `tuple`, `dict` and `|`.
+        of: The type that the value must have: a class, or one composed of `list`, `tuple`, `dict` and `|`.
 
     Raises:
-        Malformed: It is something else. Nothing in it has been executed.
+        Malformed: The data is malformed, or has another type. Nothing in it has been executed.
     """
     if len(data) > MAX_BYTES:
         raise Malformed(f"it has {len(data)} bytes")
@@ -218,10 +218,10 @@ def decode(data: bytes, of: Any = Any) -> Any:
 
 
 def check(value: Any, of: Any) -> Any:
-    """Return `value` if it is of the type `of`.
+    """Return `value` if it has the type `of`.
 
     Raises:
-        Malformed: It is not.
+        Malformed: It has another type.
     """
     if not _checker(of)(value):
         raise Malformed(f"{brief(value)} in place of {of if typing.get_origin(of) else getattr(of, '__name__', of)}")
@@ -245,7 +245,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_revive)
 
 @cache
 def _checker(of: Any) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value is of this type."""
+    """Return a function that returns whether a value has this type."""
     origin, args = typing.get_origin(of), typing.get_args(of)
     if of is Any:
         return lambda value: True

@@ -1,13 +1,12 @@
-"""Ranks that wait for each other in a circle: a proof that none can continue, and an error that describes it.
+"""Finds ranks that wait for each other in a circle, where none can continue, and reports an error that describes it.
 
-Each rank answers a roll call with where its code is, and which ranks it waits for. In a meeting of a channel, it waits
-for ranks whose own count shows that they have not come, or that have not opened that channel. In a collective, or a
-backward, whose group's last unfinished one has the number k, it waits for each member that has issued fewer than k, or
-another one as its k-th. It waits for all of these, so a circle is a deadlock. User code, a loader or a compiler are not
-known to wait for any rank, so a rank there is not reported. A circle that stays for seconds is reported.
+Each rank answers a roll call with its place in the code, from which follows which ranks it waits for. In a channel's
+meeting, it waits for ranks whose own count shows that they have not come, or that have not opened that channel. In a
+collective or a backward, let k be the number of the group's last unfinished collective: it waits for members that have
+issued fewer than k, or another one as their k-th. It waits for all of these, so a circle is a deadlock. A circle that
+lasts for seconds is reported. A rank in user code, a loader or a compiler is not known to wait for any rank.
 
-A rank that leaves with an error reports what it has issued: a rank that waits in a collective which that one has not
-issued waits for ever.
+A rank that leaves with an error reports the collectives that it has issued: a rank in another one waits forever.
 """
 
 import logging
@@ -29,7 +28,7 @@ from torch_join._control._links.tree import Tree
 from torch_join._control.peers import MOST_TEXT
 from torch_join._control.reports import Status
 
-LOOKS_EVERY = 3.0  # seconds: a rank in the same place at three looks asks where the others are
+LOOKS_EVERY = 3.0  # seconds between checks; a rank found in the same place three times starts a roll call
 _AGAIN = 2.0  # seconds between two answers, which must be equal
 _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
@@ -38,7 +37,7 @@ _MOST_PORTS = 512
 DEADLOCK = "These ranks wait for each other for ever: "
 LEFT_AT = "left/"  # the name under which a rank posts its last place
 _LOG = logging.getLogger("torch_join")
-_Connection = tuple[str, int, str, int]  # this end, and the other one
+_Connection = tuple[str, int, str, int]  # the address and port of this end, and of the other end
 _MEETINGS = {
     "barrier": "a step's meeting, where ranks say whether they have a batch,",
     "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that needs all ranks)",
@@ -54,17 +53,17 @@ _codec.closed("issued")(_compat.Issued)
 
 @_codec.closed("where")
 class Where(NamedTuple):
-    """Where a rank's code is.
+    """A rank's place in the code.
 
     Attributes:
         place: The place of its thread; of the kind "meeting" if it waits in a channel's meeting.
-        awaits: That wait: the channel's number, the kind, its number, and the ranks awaited as bits (0: all).
-        passed: See `Channel.passed`, by the number of each channel that is open to this thread.
-        opened: The number of channels that it has opened.
-        numbers: By group, the most collectives that it can have issued.
-        issued: Empty unless it is stuck.
+        awaits: The meeting it waits in: the channel's number, the kind, its number, the awaited ranks as bits (0: all).
+        passed: By the number of each channel that is open in this thread, `Channel.passed`.
+        opened: The number of channels that the rank has opened.
+        numbers: By group, the most collectives that the rank can have issued.
+        issued: The collectives that the rank has issued; empty unless it is stuck.
         status: Its `Status`, if it is in a loop.
-        ports: Its connections, once they may have to be ended.
+        ports: Its connections, if they may have to be closed.
     """
 
     place: _compat.Place
@@ -78,16 +77,16 @@ class Where(NamedTuple):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What does not change while it is stuck; not `issued`, since a computing backward is not stuck."""
+        """The values that stay equal while the rank is stuck; a backward that still computes changes `place`."""
         return self.place, self.awaits, self.passed, self.opened, self.numbers
 
 
 def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> set[int]:
-    """Return the ranks without which a rank cannot continue.
+    """Return the ranks for which a rank waits.
 
     Args:
         rank: The rank.
-        places: By rank, the answers.
+        places: The answers, by rank.
         names: By rank, its number in the whole job.
     """
     mine = places[rank]
@@ -106,7 +105,7 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
 
 
 def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
-    if channel not in theirs.passed:  # it has left, or another of its threads may come
+    if channel not in theirs.passed:  # that rank has left, or another of its threads may come
         return channel < theirs.opened
     barrier, gathers, records, *named = theirs.passed[channel]
     come = {"barrier": barrier >= number, "gather": gathers > number, "record": records > number}
@@ -116,13 +115,13 @@ def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
 def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
     if names := theirs.issued.last.get(whose):
         return max(names) < number or names.get(number, name) != name
-    # It has issued none, or the recorder has dropped them. A group of two backends has the number of one of them.
+    # That rank has issued none, or its recorder has dropped them. With two backends, `numbers` counts one backend's.
     group, _, _ = whose.partition(":")
     return bool(theirs.issued.last) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
-    """Return the ranks that wait in a circle, or for one of these ranks; each with the ranks that it waits for."""
+    """Return the ranks in a circle of waits, and ranks that wait for these; each with the ranks that it waits for."""
     edges = {rank: found for rank in places if (found := waits_for(rank, places, names))}
     while ends := {rank for rank, whom in edges.items() if not whom & edges.keys()}:
         edges = {rank: whom for rank, whom in edges.items() if rank not in ends}
@@ -159,7 +158,7 @@ _MEETINGS_APART = (
 
 
 def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: Sequence[int]) -> str:
-    """Return the text of the error: where each rank is, and the usual causes."""
+    """Return the error text: where each rank is, and the usual causes."""
     found = {rank: places[rank] for rank in stuck}
     kinds = {where.place.kind for where in found.values()}
     buffers = any(where.place.what.startswith("DDP's") for where in found.values())
@@ -178,7 +177,7 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
 
 
 def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
-    """Return a text that says where ranks are, and for whom they wait."""
+    """Return a text with the ranks' places, and the ranks that they wait for."""
     alike: dict[tuple[str, frozenset[int]], list[int]] = {}
     for rank, where in sorted(places.items()):
         place, status, pending = where.place, where.status, where.issued.pending
@@ -200,10 +199,10 @@ def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequ
 
 
 class Watch:
-    """A thread that checks, every few seconds, whether this rank is stuck, and whether it waits in a circle.
+    """A thread that checks every few seconds whether this rank is stuck, and whether it waits in a circle.
 
     Args:
-        tree: This rank's node, not kept alive; all ranks create their watch before they open channels.
+        tree: This rank's node, which the watch does not keep alive. All ranks create watches before they open channels.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -211,7 +210,7 @@ class Watch:
         self._number, self._stream = tree.open()
         self._stream.place = weakref.WeakMethod(self._place)
         self._thread = threading.get_ident(), threading.get_native_id()
-        self._seen = 0  # the last roll call whose answers it has judged
+        self._seen = 0  # the last roll call whose answers this watch has judged
         self._reset(())
         self._ended = threading.Event()
         weakref.finalize(tree, self._ended.set)
@@ -220,7 +219,7 @@ class Watch:
     def _reset(self, state: tuple[Any, ...]) -> None:
         self._state = state
         self._issued = _compat.Issued({}, None)
-        self._asks_from = 0.0  # since when its answers include what it has issued
+        self._asks_from = 0.0  # the time from which its answers include what it has issued
         self._tells_at, self._told, self._has_logged = 0.0, "", False
         self._pause = LOOKS_EVERY
         self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were found stuck, and where
@@ -230,7 +229,7 @@ class Watch:
         while not self._ended.wait(pause):
             try:
                 pause = self._look()
-            except Exception:  # for example from a group that is destroyed meanwhile
+            except Exception:  # for example from a group that another thread destroys
                 pause = LOOKS_EVERY
                 _LOG.debug("Looking for a deadlock failed.", exc_info=True)
 
@@ -254,7 +253,7 @@ class Watch:
             waits, status, passed[number] = channel.awaits, channel.status() or status, channel.passed
             if waits is not None and not waits[-1]():
                 name, which, them, _ = waits
-                if name == "record":  # the leader writes it; without a status the leader is not known
+                if name == "record":  # the leader writes the record; without a status the leader is unknown
                     them = 1 << (self._node.rank if status is None else status.leader)
                 awaits = number, name, which, them
                 what = _MEETINGS.get(name, "a wait for what another rank has to say")
@@ -268,7 +267,7 @@ class Watch:
         return [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS]
 
     def last_place(self) -> Where:
-        """Return this rank's place as it leaves with an error: what it has issued, and its connections."""
+        """Return this rank's place when it leaves with an error: what it has issued, and its connections."""
         place, issued = _compat.Place("elsewhere", "", "", "", 0), _compat.issued(0)
         return Where(place, None, {}, self._node.opened, _compat.sequence_numbers(), issued, None, self._ports())
 
@@ -284,7 +283,7 @@ class Watch:
             self._asks_from = now
             self._issued = _compat.issued(self._thread[0])
             return LOOKS_EVERY
-        pause = _AGAIN / 2  # so that it looks at one call's answers before the next call
+        pause = _AGAIN / 2  # so that this watch judges one call's answers before the next call
         call, called_at = self._stream.calls, self._stream.called_at
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
             self._seen = call
@@ -298,7 +297,7 @@ class Watch:
         return pause
 
     def _end_in_vain(self, here: Where) -> None:
-        """End a wait that is in vain, as others reported: in a circle, or for a rank that has raised."""
+        """End a wait that a reported failure makes futile: a wait in a circle, or for a rank that has raised."""
         me, names = self._node.rank, self._node.global_ranks
         streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
         told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
@@ -320,7 +319,7 @@ class Watch:
         stuck = deadlocked(places, names)
         if me in stuck:
             states = {rank: places[rank].state for rank in stuck}
-            # A rank outside a meeting comes first: it has to write its log before other ranks end its wait.
+            # A rank outside a meeting reports first: it must log the error before other ranks end its wait.
             is_first = here.place.kind != "meeting" or all(places[rank].place.kind == "meeting" for rank in stuck)
             then, before = self._before
             self._pause = _AGAIN
@@ -334,7 +333,7 @@ class Watch:
                         self._node.fail(number, told)
             return
         self._before = 0.0, {}
-        # A rank that gets to its place later asks sooner, and so does one that misses answers.
+        # Pause longer if all ranks have answered: a rank that gets stuck later starts its own roll calls.
         self._pause = _MOST_PAUSE if len(places) == len(names) else LOOKS_EVERY
         waiting = [rank for rank, where in places.items() if where.place.kind != "elsewhere"]
         if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
@@ -344,7 +343,7 @@ class Watch:
             _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
 
     def _end_wait(self, told: str, places: Mapping[int, Where]) -> None:
-        """End the connections between this process and those of other ranks, which the collective uses."""
+        """Shut down the connections between this process and other ranks' processes, which the collective uses."""
         if not self._has_logged:
             self._has_logged = True
             with suppress(Exception):  # raised by a log handler
@@ -356,7 +355,7 @@ class Watch:
                     copy.shutdown(socket.SHUT_RDWR)
 
     def _places(self) -> dict[int, Where]:
-        """Return, by rank, where ranks were at the last roll call, if they have answered."""
+        """Return, by rank, the answers to the last roll call so far."""
         last = self._stream.calls
         found = {rank: data for rank, (call, data) in [*self._stream.places.items()] if call == last and data}
         return {rank: _codec.decode(data, Where) for rank, data in found.items()}

@@ -1,15 +1,14 @@
 """Before the interpreter ends, let gloo's threads release the tensors of the last collectives.
 
-A gloo worker still drops these after `wait()` has returned, and needs the interpreter's lock for that. Up to Python
-3.13, a thread that waits for the lock when the interpreter starts to finalize is ended by it, in the middle of a
-destructor: the process aborts ("terminate called without an active exception"), about once in 15 runs, after everything
-has gone right. (torch 2.13: `ProcessGroupGloo::runLoop`, which drops an `AsyncWork`; issue 190489. Destroying the group
-does not help while another object holds it.)
+A gloo worker releases these tensors after `wait()` has returned, and needs the interpreter's lock to do so. Up to
+Python 3.13, an interpreter that starts to finalize ends each thread that waits for the lock, here in the middle of a
+destructor. The process then aborts ("terminate called without an active exception"), in about one of 15 runs, after
+all work has succeeded. (torch 2.13: `ProcessGroupGloo::runLoop`, which drops an `AsyncWork`; issue 190489. Destroying
+the group does not help while another object holds it.)
 
-So a `weakref` finalizer gives the lock away, before the end, until no such thread runs. Finalizers run where `atexit`
-calls the first one that was ever made, which importing torch does: after the handlers registered since then, with any
-collectives that they issue. A handler that was registered before torch was imported runs later, and finds the threads
-idle.
+So before the end, a `weakref` finalizer releases the lock until no such thread runs. `atexit` runs all finalizers when
+it comes to the first one that was ever created, which importing torch does: after all handlers registered since then,
+and after any collectives in them. Handlers registered before torch was imported run later, when the threads are idle.
 """
 
 import os
@@ -25,8 +24,8 @@ _TASKS = "/proc/self/task"
 
 @cache
 def drain_gloo_at_exit() -> None:
-    """Make the interpreter wait for gloo's threads at its end, at most a second; doing it again does nothing."""
-    weakref.finalize(drain_gloo_at_exit, _drain_gloo)  # of an object that lives as long as the interpreter
+    """Make the interpreter wait for gloo's threads at exit, at most a second; calling this again does nothing."""
+    weakref.finalize(drain_gloo_at_exit, _drain_gloo)  # this function lives as long as the interpreter
 
 
 def _drain_gloo() -> None:
@@ -35,7 +34,7 @@ def _drain_gloo() -> None:
         return
     end = time.monotonic() + _AT_MOST
     while time.monotonic() < end:
-        time.sleep(0.001)  # a thread that waits for the lock gets it
+        time.sleep(0.001)  # releases the lock to a thread that waits for it
         if not _is_busy():
             return
 

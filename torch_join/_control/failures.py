@@ -10,8 +10,8 @@ class telling_failures:  # noqa: N801  it is used like a function
     """Report an error in the body to the other ranks; for a broken collective, raise the failure that caused it.
 
     Raises:
-        PeerFailedError: In place of a communication error, if another rank has failed.
-        JoinError: In place of a communication error, if the ranks' statuses explain it.
+        PeerFailedError: Instead of a communication error, if another rank has failed.
+        JoinError: Instead of a communication error, if the ranks' statuses explain it.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -34,4 +34,4 @@ class telling_failures:  # noqa: N801  it is used like a function
             try:
                 raise reason from error
             finally:
-                del reason  # else this frame would keep it, and it this frame
+                del reason  # else the error and this frame would keep each other alive

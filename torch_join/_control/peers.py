@@ -37,10 +37,10 @@ class Peers:
         self.rank, self.hosts = rank, hosts or {}
         self.global_ranks = global_ranks
         self.processes = processes
-        self._suspects: dict[int, float] = {}  # ranks that may block others, and since when; as of the last look
+        self._suspects: dict[int, float] = {}  # ranks that may block others at the last check: since when
 
     def error(self, rank: int, reason: str) -> PeerFailedError:
-        """Return the error of this rank when another one has failed."""
+        """Return the error to raise on this rank when another one has failed."""
         me, other = self.global_ranks[self.rank], rank
         if rank < len(self.global_ranks):
             other = self.global_ranks[rank]
@@ -52,35 +52,35 @@ class Peers:
         return PeerFailedError(text, other, reason)
 
     def why_silent(self, ranks: Iterable[int]) -> str:
-        """Return a text that says why ranks do not answer."""
+        """Return a text with the possible reasons why ranks do not answer."""
         hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
         gone = f", or the host ({', '.join(hosts)}) or the network to it is gone" if hosts else ""
         return f"killed, or stopped{gone}. Its own log says why."
 
     def name(self, ranks: Iterable[int]) -> str:
-        """Write ranks in words."""
+        """Return the ranks' global numbers in words."""
         return name_ranks(self.global_ranks[rank] for rank in ranks)
 
     def gone(self) -> list[int]:
-        """Return the ranks of this host whose processes have ended."""
+        """Return the ranks on this host whose processes have ended."""
         return [rank for rank, process in self.processes.items() if not process.is_there]
 
     def begin_to_watch(self) -> None:
-        """Start a wait: suspects count from now on."""
+        """Start a wait: forget the suspects of earlier waits."""
         self._suspects = {}
 
     def find_failed(self, suspects: Mapping[int, str]) -> tuple[int, str] | None:
-        """Return a rank whose process is gone, and why; or one that is stopped for a second, or otherwise suspect.
+        """Return a rank that has failed, and why: its process has ended, or was stopped or suspect for a second.
 
         Args:
-            suspects: Ranks that block others, and why.
+            suspects: Further ranks that block others, and why.
         """
         if found := dict.fromkeys(self.gone(), GONE) or self._in_the_way(suspects):
             return self.first_of(found)
         return None
 
     def first_of(self, found: Mapping[int, str]) -> tuple[int, str]:
-        """Return one of the failed ranks, and why: some may only have left because the first one failed."""
+        """Return one of the failed ranks, and why it failed; some ranks may have left because another failed first."""
         rank, why = min(found.items())
         if others := found.keys() - {rank}:
             why += f" So did {self.name(others)}, and any of them may have been the first."

@@ -1,4 +1,4 @@
-"""What a host knows about its processes."""
+"""The states of processes on this host."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ class Process(NamedTuple):
     """A process on this host; its id alone may be reused by another process.
 
     Attributes:
-        pid: Its id.
-        began: When it started, as the system counts.
+        pid: The process id.
+        began: The start time, in the system's clock ticks.
     """
 
     pid: int
@@ -25,23 +25,23 @@ class Process(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return self.state not in ("X", "Z")
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal; a process held by a debugger was not."""
+        """Whether a signal has stopped the process; a process held by a debugger does not count."""
         return self.state == "T"
 
 
 def this_process() -> Process:
-    """Return this process; with id 0 if the system does not show other processes."""
+    """Return this process; its id is 0 if the system does not show other processes."""
     began = _look(os.getpid(), None)[1]
     return Process(os.getpid() if began else 0, began)
 
 
 def this_host() -> str:
-    """Return a string that identifies this host, and its process ids."""
+    """Return a string that identifies this host and its namespace of process ids."""
     if not Path("/proc/self/ns").exists():
         return os.uname().nodename
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -16,16 +16,16 @@ _trees: WeakKeyDictionary[dist.ProcessGroup, Tree] = WeakKeyDictionary()
 
 
 def open_channel(group: dist.ProcessGroup | None = None, timeout: timedelta = TIMEOUT) -> Channel:
-    """Open a channel between the ranks of `group`; every rank of it must call this, in the same order.
+    """Open a channel between the ranks of `group`; all its ranks must call this, in the same order.
 
-    The first one over a group connects its ranks, which needs collectives of the group.
+    The first channel over a group connects its ranks, which takes collectives of the group.
 
     Args:
         group: The process group, by default the whole world.
         timeout: How long a rank waits for another one.
 
     Returns:
-        The channel of this rank.
+        This rank's channel.
 
     Raises:
         JoinTimeoutError: Another rank did not come in time.

@@ -1,4 +1,4 @@
-"""The results of a channel's barriers and health checks, and the error of a timeout in it."""
+"""The results of a channel's barriers and health checks, and the error for a timeout."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class BarrierResult:
 
     Attributes:
         total: The sum of every rank's `count`, rounded once.
-        notices: By rank, the notices that were sent.
+        notices: The notices, by the ranks that sent one.
     """
 
     total: float
@@ -26,12 +26,12 @@ class Status(NamedTuple):
     """A rank's description of itself, for finding the cause of a failure.
 
     Attributes:
-        models: Its forwards and synced backwards, by model.
+        models: By model, the numbers of its forwards and synced backwards.
         word: Its announcements in the tail, equal on all active ranks: a checksum, their number, the last one.
         loader: If its loader is in a collective: the step, and the collective's ranks.
-        asked: How often all ranks' places in their loaders were asked for, as far as it knows.
+        asked: The number of exchanges of all ranks' places in their loaders that it knows of.
         step: The step of the loop, if it is in one.
-        leader: The lowest rank that has batches, as far as it knows: the one that writes the log.
+        leader: The lowest active rank that it knows of, which writes the log.
         synced: The steps of the loop in which it has synced gradients.
     """
 
@@ -48,8 +48,8 @@ class Health(NamedTuple):
     """Which ranks are alive.
 
     Attributes:
-        answers: By rank, whether it waits on this channel, and its `Status`.
-        silent: The ranks that have not answered, without those that are reached only through such a rank.
+        answers: By rank, whether it is waiting on this channel, and its `Status`.
+        silent: The ranks that have not answered, except those that can be reached only through such a rank.
     """
 
     answers: dict[int, tuple[bool, Status | None]]
@@ -60,8 +60,8 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
     """Return the error of a rank whose channel's timeout is over.
 
     Args:
-        waited: Who has waited for whom, and for how long.
-        who: What these ranks do.
+        waited: The text that says which rank has waited for which ranks, and for how long.
+        who: The text that says what the awaited ranks are doing.
     """
     return JoinTimeoutError(
         f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"

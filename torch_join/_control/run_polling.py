@@ -1,4 +1,4 @@
-"""Runs a torch call that may block for ever in another thread, and checks meanwhile whether to give up."""
+"""Runs a torch call that may block forever in another thread, and meanwhile checks whether to give up."""
 
 import threading
 from collections.abc import Callable
@@ -13,11 +13,11 @@ def run_polling(act: Callable[[], T], look: Callable[[], None]) -> T:
     """Return what `act` returns, or raise what it raises.
 
     Args:
-        act: Called in a thread, which is left running if `look` raises.
-        look: Called repeatedly until then.
+        act: Called in another thread, which continues to run if `look` raises.
+        look: Called repeatedly until `act` has returned.
     """
     results: list[T] = []
-    errors: list[BaseException] = []  # a future would keep the waiting frames, and what they hold
+    errors: list[BaseException] = []  # a future would keep the waiting frames and their objects alive
 
     def run() -> None:
         try:

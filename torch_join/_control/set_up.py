@@ -1,7 +1,7 @@
-"""The ranks' messages over their process group, until they are connected.
+"""Exchanges messages over the ranks' process group, until the ranks are connected.
 
-Its collectives bypass the dispatcher, where a tap may listen. Gloo waits in them until its own timeout, and notices
-only the end of ranks that it sends to or receives from, so meanwhile each rank checks whether the others are there.
+These collectives bypass the dispatcher, where a tap may listen. Gloo waits in them until its own timeout, and notices
+only the end of ranks that it sends to or receives from. So each waiting rank also checks the other ranks' processes.
 """
 
 import math
@@ -24,10 +24,10 @@ from torch_join._control.run_polling import run_polling
 
 T = TypeVar("T")
 
-_ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # between questions to gloo whether a rank is gone; each sends that rank bytes
-_STAYS = 2.0  # seconds until a rank that has noticed leaves: other hosts would take it for the one that failed
-_COME_WITHIN = 60.0  # seconds, once all ranks are here: they may try to connect for half of it
-_BREAKS_WITHIN = 4.0  # seconds, in which it shows which rank has broken a collective
+_ASKS_AFTER, _ASKS_EVERY = 0.1, 1.0  # seconds between questions to gloo whether a rank is gone; each sends it bytes
+_STAYS = 2.0  # seconds that a rank stays after it notices a failure, or other hosts would report this rank as failed
+_COME_WITHIN = 60.0  # seconds for all further waits, once all ranks have met; connecting may take half of it
+_BREAKS_WITHIN = 4.0  # seconds in which this rank tries to find out which rank has broken a collective
 
 
 class SetUp:
@@ -35,10 +35,10 @@ class SetUp:
 
     Args:
         group: The process group.
-        timeout: How long it waits for others.
+        timeout: How long this rank waits for others.
 
     Attributes:
-        peers: The other ranks; with their processes, once these are known.
+        peers: The other ranks, with their processes once these are known.
         problem: This rank's error, to be sent in the next exchange.
     """
 
@@ -50,13 +50,13 @@ class SetUp:
         self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
         self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
         self._begun = self._asks_at = 0.0
-        self._until = self._come_until = math.inf  # the current wait's, and that of all waits once the ranks have met
+        self._until = self._come_until = math.inf  # deadlines of the current wait, and of all waits once ranks have met
 
     def meet(self) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks have called this.
 
         Raises:
-            JoinTimeoutError: Some have not come in time. Over gloo rank 0 says who, and the others if it is rank 0.
+            JoinTimeoutError: Some ranks have not come in time. Over gloo, rank 0 names them; others can name rank 0.
         """
         is_gloo = _compat.is_of_gloo(self._group)
         self._begin_to_wait(math.inf if is_gloo else time.monotonic() + self._timeout.total_seconds())
@@ -68,7 +68,7 @@ class SetUp:
         self._come_until = time.monotonic() + _COME_WITHIN  # nearly the same on all ranks
 
     def exchange(self, value: T, of: Any) -> list[T]:
-        """Return each rank's value, by rank; all of them call this."""
+        """Return each rank's value, by rank; all ranks call this."""
         self._begin_to_wait(self._come_until)
         data = torch.frombuffer(bytearray(_codec.encode(value)), dtype=torch.uint8)
         with self._finding_the_cause():
@@ -91,9 +91,9 @@ class SetUp:
     # ------------------------------------------------------------ failures
 
     def look(self) -> None:
-        """Raise if another process has ended, or the wait has timed out. Waits for other ranks call this repeatedly.
+        """Raise if another rank's process has ended, or the wait has timed out. Waits call this repeatedly.
 
-        It asks the system about processes on this host, also about those stopped for a second; about others, gloo.
+        It asks the system about processes on this host, including stopped ones, and gloo about those on other hosts.
         """
         now = time.monotonic()
         if (found := self.peers.find_failed({})) is None and now > self._asks_at:
@@ -115,7 +115,7 @@ class SetUp:
 
     @contextmanager
     def _finding_the_cause(self) -> Iterator[None]:
-        """Find out which rank has broken a collective inside, or has not come to it, and raise that error."""
+        """If a collective inside fails, find out which rank broke it or did not come, and raise an error about it."""
         try:
             yield
         except JoinError:

@@ -1,1 +1,1 @@
-"""Connections between the ranks: `links.py` carries bytes, `node.py` has what they mean, `tree.py` waits for them."""
+"""Connections between the ranks: `links.py` carries bytes, `node.py` handles messages, `tree.py` waits for them."""

@@ -1,6 +1,6 @@
 """The handshake of a new connection: both ends prove that they know a secret, without sending it.
 
-A connecting process has five seconds, and does not hold up others. Meanwhile both ends check whether a rank has failed.
+A connecting process has five seconds, and does not delay others. Meanwhile both ends check whether a rank has failed.
 """
 
 import errno
@@ -19,9 +19,9 @@ from torch_join._base.errors import JoinError
 HOSTS_OWN = "unix:"  # prefix of an address in Linux's abstract namespace, which has no files
 
 _LOOKS_EVERY = 0.1  # seconds
-_STRANGER_SECONDS = 5.0  # for a connection that has not proved that it knows the secret
+_STRANGER_SECONDS = 5.0  # the time in which a new connection must prove that it knows the secret
 _MOST_STRANGERS = 64
-_REACHES_WITHIN = 2.0  # before all addresses are tried again
+_REACHES_WITHIN = 2.0  # seconds before all addresses are tried again
 _NONCE = 16
 _HELLO = struct.Struct(f"<I{_NONCE}s32s")  # rank, the nonce for the other end to sign, the signature
 
@@ -44,13 +44,13 @@ class _Stranger:
 def accept(
     listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, look: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """Wait for all children, unless `look` raises; no stranger can disturb this.
+    """Wait until all children have connected, unless `look` raises; strangers that connect cannot disturb this.
 
     Args:
         listener: The listening socket.
         children: By rank, its name in errors.
         secret: The secret that children know.
-        deadline: By `time.monotonic`.
+        deadline: When to stop waiting, by `time.monotonic`.
         look: Called repeatedly.
     """
     found: dict[int, socket.socket] = {}
@@ -123,10 +123,10 @@ def _check(stranger: _Stranger, secret: bytes) -> int | None:
 
 
 def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Callable[[], None]) -> socket.socket:
-    """Connect to a listening rank, by the first of its addresses that works."""
+    """Connect to a listening rank, at the first of its addresses that works."""
     problems: list[str] = []
     while time.monotonic() < deadline:
-        look()  # here too, since no address may answer
+        look()  # here too, since maybe no address answers
         for address, connection in _reached(*where, look, problems):
             try:
                 connection.settimeout(_LOOKS_EVERY)
@@ -149,7 +149,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
 def _reached(
     addresses: Sequence[str], port: int, look: Callable[[], None], problems: list[str]
 ) -> Iterator[tuple[str, socket.socket]]:
-    """Connect to all addresses at once; yield each that answers with its connection, and note why others fail."""
+    """Connect to all addresses at once; yield each address that answers, with its connection; note why others fail."""
     deadline = time.monotonic() + _REACHES_WITHIN
     with selectors.DefaultSelector() as selector:
         try:

@@ -1,8 +1,8 @@
 """Which ranks are connected to each other.
 
-The ranks of one host form a heap in which each has up to seven children, and so do the first ranks of the hosts above
-them. So a host of eight ranks is one level deep. With 64 processes on two cores, a barrier then costs the busiest rank
-111 to 116 us of processor time; with eight children each 117 to 125, with six 112 to 119; all other ranks pay the same.
+The ranks of one host form a heap in which each rank has up to seven children. The first ranks of all hosts form another
+one above these. So a host with eight ranks is one level deep. With 64 processes on two cores, a barrier costs the
+busiest rank 111 to 116 us of processor time (117 to 125 us with eight children, 112 to 119 us with six).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _WIDTH = 7
 
 
 class Layout:
-    """Which ranks are connected to each other.
+    """The connections between ranks, as seen by one of them.
 
     Args:
         hosts: By rank, a string that identifies its host.
@@ -20,8 +20,8 @@ class Layout:
     Attributes:
         parent: The rank to which this rank passes barriers on; `None` for rank 0.
         children: The ranks that pass barriers on to this rank.
-        elsewhere: The names of other hosts, by the ranks on them.
-        below: By child, the ranks that reach this one through it, as the bits of a number.
+        elsewhere: By rank on another host, the name of that host.
+        below: By child, the ranks that reach this rank through it, as the bits of a number.
     """
 
     def __init__(self, hosts: Sequence[str], rank: int) -> None:
@@ -47,7 +47,7 @@ class Layout:
         self.subtree = (1 << rank) | sum(self.below.values())
 
     def between(self, rank: int) -> set[int]:
-        """Return the ranks on the way of a message to another rank."""
+        """Return the ranks through which a message to another rank passes."""
         mine, theirs = self._up(self._rank), self._up(rank)
         top = next(one for one in mine if one in theirs)
         return {*mine[: mine.index(top) + 1], *theirs[: theirs.index(top) + 1]} - {self._rank, rank}
@@ -60,7 +60,7 @@ class Layout:
         return way
 
     def next_to(self, rank: int) -> int:
-        """Return the neighbour on the way to a rank."""
+        """Return the neighbour to which a message for another rank goes first."""
         for child, ranks in self.below.items():
             if ranks >> rank & 1:
                 return child

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 _HEADER = struct.Struct("<IBI")  # number of bytes that follow, kind, stream
 MAX_BYTES = 1 << 30  # of one message, and of the unsent data of one connection
-# So the end of a host, or of the network to it, is noticed after about 40 seconds: on an idle connection, and (in
-# milliseconds) while a message is being sent, when the system sends no keepalives.
+# With these options, this process notices after about 40 seconds that a host or the network to it is gone. The last one
+# (in milliseconds) applies while a message is being sent, when the system sends no keepalives.
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 40_000}
 
 
@@ -17,7 +17,7 @@ def pack(kind: int, stream: int, payload: bytes) -> bytes:
 
 
 class Link:
-    """A connection, with its unfinished messages.
+    """A connection with its incomplete messages.
 
     Args:
         connection: The socket.
@@ -44,7 +44,7 @@ class Link:
     def messages(self, data: bytes) -> Iterable[tuple[int, int, bytes] | None]:
         """Iterate over the messages that `data` completes: kind, stream, payload.
 
-        A message that is too long is replaced by `None`, which ends the iteration.
+        Yields `None` instead of a message that is too long, and then stops.
         """
         if not self.incoming and len(data) >= _HEADER.size:  # usually exactly one message
             length, kind, stream = _HEADER.unpack_from(data)
@@ -53,7 +53,7 @@ class Link:
         return self._parts(data)
 
     def _parts(self, data: bytes) -> Iterator[tuple[int, int, bytes] | None]:
-        # Keep all data first: a signal handler may wait, and so read, while a message is being handled.
+        # Keep all data first: a signal handler may wait, and read further data, while a message is being handled.
         self.incoming += data
         while len(self.incoming) >= _HEADER.size:
             length, kind, stream = _HEADER.unpack_from(self.incoming)

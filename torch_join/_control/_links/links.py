@@ -1,16 +1,16 @@
-"""Connections of one process to its neighbours in a tree: no call here waits for a neighbour.
+"""Connections of one process to its neighbours in a tree. No call here waits for a neighbour.
 
-While a process computes, one thread forwards the messages between its neighbours. A thread that waits reads the
-connections itself, and the forwarding thread sleeps: it waits on a second epoll, which contains the first as a file,
-and one call removes that file. (At two ranks, a message through the forwarding thread takes 120 to 144 us, one that the
-waiting thread reads 46 to 62.) It also sleeps when this process announces that it reads in a moment: a thread that
-wakes up in the middle of a step takes the interpreter's lock and a core from it.
+While a process computes, one thread forwards the messages between its neighbours. A thread that waits for a message
+reads the connections itself, and the forwarding thread sleeps. It sleeps on a second epoll that contains the first one
+as a file, and one call removes that file. (With two ranks, a message takes 120 to 144 us through the forwarding thread,
+46 to 62 us if the waiting thread reads it.) The forwarding thread also sleeps after this process has announced a read:
+a thread that wakes up in the middle of a step takes the interpreter's lock and a core from the step.
 
-A forked child process holds copies of all descriptors, and would keep the connections of a dead parent open, so it
-closes them at once.
+A forked child process has copies of all descriptors, and would keep the connections of a dead parent open, so it closes
+them at once.
 
-The contract relied on: an epoll descriptor is readable when some of its files are (epoll(7)); bytes that a process sent
-before it ended are read before the end of the connection.
+Contract: An epoll descriptor is readable when some of its files are (epoll(7)). Bytes that a process sent before it
+ended are read before the end of the connection.
 """
 
 import os
@@ -24,12 +24,12 @@ from contextlib import suppress
 
 from torch_join._control._links.link import MAX_BYTES, Link, pack
 
-_READ_BYTES = 1 << 16  # allocated at each read: with twice as many by a system call, which takes 13 us more
+_READ_BYTES = 1 << 16  # allocated for each read; allocating twice as many takes a system call, and 13 us more
 _BYE = 255  # the kind of the last message, before a process closes its connections
-_LOOKS_FOR = 1.0  # seconds, after a connection has ended
+_LOOKS_FOR = 1.0  # seconds of checks after a connection has ended
 _LOOKS_EVERY = 0.02
 _FLUSH_SECONDS = 2.0
-_READS_WITHIN = 0.1  # seconds, after which the thread reads for a process that announced a read
+_READS_WITHIN = 0.1  # seconds after which the thread reads for a process that has announced a read
 
 Handle = Callable[[int, int, int, bytes], None]  # called with sender, kind, stream and payload
 
@@ -38,10 +38,10 @@ class Links:
     """The connections of this process.
 
     Args:
-        connections: By rank.
+        connections: The sockets, by rank.
         handle: Called with each message, in order and one at a time, in the thread that reads it.
-        lost: Called repeatedly in the forwarding thread with the ranks whose connection ended without a goodbye, and
-            the seconds since.
+        lost: Called repeatedly in the forwarding thread with the ranks whose connections ended without a goodbye, and
+            the seconds since then.
 
     Attributes:
         lock: Held while a message is handled.
@@ -59,13 +59,13 @@ class Links:
         self._handle = handle
         self._lost = lost
         self._links = {peer: Link(connection, peer) for peer, connection in connections.items()}
-        self._takers = {**self._links}  # without those that can no longer be sent to, but may still be read
+        self._takers = {**self._links}  # the links that still accept data; the others may still be read
         self._by_file = {link.socket.fileno(): link for link in self._links.values()}
-        self._ended: dict[int, float] = {}  # since when
-        self._readers = 0  # threads that wait, and read themselves
+        self._ended: dict[int, float] = {}  # by rank, when its connection ended
+        self._readers = 0  # the number of waiting threads, which read themselves
         self._is_taking = False
         self.reads_deferred = False
-        self._deferrals = 0  # the number of `defer_reads`
+        self._deferrals = 0  # the number of calls of `defer_reads`
         self._pause: float | None = None  # the longest sleep of the thread
         self._process = os.getpid()
         self._closing = not connections  # a world of one
@@ -76,7 +76,7 @@ class Links:
         _alive.add(self)
 
     def begin(self) -> None:
-        """Start the thread, once `handle` and `lost` may be called."""
+        """Start the thread; from now on it may call `handle` and `lost`."""
         if not self._closing:
             self._thread.start()
 
@@ -96,7 +96,7 @@ class Links:
         os.eventfd_write(self._alarm, 1)
 
     def _watch(self, link: Link, writes: bool) -> None:
-        """Wait from now on for data to read and, if `writes`, for room to send."""
+        """Make polls report data to read from this link and, if `writes`, room to send."""
         self._inner.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if writes else 0))
 
     def _unwatch(self, link: Link) -> None:
@@ -115,11 +115,11 @@ class Links:
         return frozenset(self._by_file)
 
     def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
-        """Send a message to each peer, as far as there is room: the rest follows."""
+        """Send a message to each peer; if there is no room for all of it, the rest is sent later."""
         message = pack(kind, stream, payload)
         with self.lock:
             for peer in peers:
-                if (link := self._takers.get(peer)) is not None:  # else a waiting thread finds out that it is gone
+                if (link := self._takers.get(peer)) is not None:  # else a waiting thread finds that it is gone
                     self._send(link, message)
 
     def _send(self, link: Link, message: bytes) -> None:
@@ -142,7 +142,7 @@ class Links:
             self._watch(link, writes=True)
 
     def begin_reading(self) -> bool:
-        """Start a wait: this thread reads, and the forwarding thread sleeps; return `True`: it reads."""
+        """Start a wait, in which this thread reads and the forwarding thread sleeps; return `True`."""
         with self.lock:
             self._readers += 1
             if self._readers == 1 and not self._closing:
@@ -151,7 +151,7 @@ class Links:
         return True
 
     def end_reading(self) -> bool:
-        """End a wait; return `False`: this thread no longer reads."""
+        """End a wait, after which this thread no longer reads; return `False`."""
         with self.lock:
             self._readers -= 1
             if self._readers == 0 and not self._closing:
@@ -159,7 +159,7 @@ class Links:
         return False
 
     def defer_reads(self) -> None:
-        """Note that this process reads in a moment: the thread sleeps meanwhile, for a short time at most."""
+        """Note that this process is about to read; the thread sleeps until then, for a short time at most."""
         with self.lock:
             self._deferrals += 1
             unsent = any(link.outgoing for link in self._links.values())
@@ -170,7 +170,7 @@ class Links:
                     self._wake()
 
     def resume(self) -> None:
-        """Make the thread read at once again, if that was deferred."""
+        """Make the thread read messages at once again, if reads are deferred."""
         if self.reads_deferred:
             with self.lock:
                 if self.reads_deferred and not self._closing:
@@ -178,17 +178,17 @@ class Links:
                     self.reads_deferred = False
 
     def read(self, seconds: float = 0.0, awake_until: float = 0.0) -> None:
-        """Handle the messages that are there; without any, wait for some, from `begin_reading` to `end_reading`.
+        """Handle the messages that have come; if there are none, wait for some, which needs `begin_reading` first.
 
         Args:
             seconds: The longest wait.
-            awake_until: Until when, by `time.monotonic`, to keep the core awake meanwhile.
+            awake_until: Until when, by `time.monotonic`, to keep the core awake in this wait.
         """
         if self._closing or (not seconds and (self._readers or self._is_taking)):
             time.sleep(seconds)
-            return  # the waiting thread reads, or the code that a signal handler has interrupted
+            return  # a waiting thread reads, or the code that this signal handler has interrupted
         found = None
-        if seconds:  # without the lock, so that other threads can send meanwhile
+        if seconds:  # without the lock, so that other threads can send
             while awake_until and time.monotonic() < awake_until and not (found := self._inner.poll(0)):
                 os.sched_yield()
             found = found or self._inner.poll(seconds)
@@ -224,7 +224,7 @@ class Links:
         self._drop()
 
     def drop_in_child(self) -> None:
-        """Only close the descriptors: the connections belong to the process that has forked."""
+        """Only close the descriptors, since the connections belong to the parent process."""
         self.lock = threading.RLock()  # another thread may have held it
         self._closing = True
         self._drop()
@@ -264,7 +264,7 @@ class Links:
 
     def _take(self, found: list[tuple[int, int]]) -> None:
         for file, events in found:
-            if self._closing:  # perhaps by the garbage collector, in the middle of this loop
+            if self._closing:  # the garbage collector may close the links in the middle of this loop
                 return
             if (link := self._by_file.get(file)) is None:
                 continue
@@ -318,7 +318,7 @@ class Links:
         self._stop_sending(link)
         self._unwatch(link)
         with suppress(OSError):
-            link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer notices too, if it is alive
+            link.socket.shutdown(socket.SHUT_RDWR)  # so that the peer, if it is alive, notices too
         self._wake()  # the thread finds out why
 
 

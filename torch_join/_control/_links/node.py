@@ -1,10 +1,10 @@
-"""The ranks as a tree: its nodes pass messages on, merge barriers, and keep values sent to all.
+"""The ranks form a tree, whose nodes pass messages on, merge barriers, and keep values sent to all ranks.
 
-A message to all goes over each connection once. So does one that many ranks send at the same time with the same
-content: if 1,024 ranks checked each other's health, rank 0 would pass on three million messages.
+A message to all ranks goes over each connection once, even if many ranks send the same one at the same time. Otherwise
+a health check by 1,024 ranks would make rank 0 pass on three million messages.
 
-Messages from one rank arrive in the order in which it sent them, and after everything that it had received: two paths
-in a tree part at one node, which passes messages on in order.
+Messages from one rank arrive in the order in which it sent them, and after all messages that it had received: two paths
+in a tree fork at one node, which passes messages on in order.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ from torch_join._control.peers import BROKEN, GONE
 from torch_join._control.processes import Process
 
 POST, FAIL, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(9)  # kinds of messages
-_POST = struct.Struct("<QI")  # the last record, and the size of the name that follows; the value comes after it
-# Number, number of ranks that have come, and the sizes of their sum and of the set of ranks, which follow.
+_POST = struct.Struct("<QI")  # the last record, and the size of the name; the name and the value follow
+# The barrier's number, the number of ranks that have come, and the sizes of the sum and the set of ranks that follow.
 _BARRIER = struct.Struct("<QIHH")
 _BEAT_BYTES = _BARRIER.size
-# Messages with these numbers are sums, which the first of the ranks gets, and gathers; they go the same ways.
+# Barriers with these numbers are sums, whose result only the lowest rank gets, and gathers.
 SUMS, GATHERS = 1 << 62, 1 << 63
 _KEPT, _SUMS_KEPT = 4096, 16  # the most values that a rank keeps for others, and sums that rank 0 keeps
 VALUE = struct.Struct("<II")  # the rank, and the number of bytes that follow
 QUESTION = struct.Struct("<IIIq")  # the rank asked, the rank asking, the question's number, an operand
 _ANSWER = struct.Struct("<II")  # the rank that asked, and the question's number
-_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # the health check; that, and the rank that answers
-_SAME_CALL_SECONDS = 0.1  # ranks that notice the same problem within it share one health check
-_NEVER = 1 << 32  # a call without answers
-_BROKEN_SECONDS = 0.3  # after which a process that is still there has not ended
-_NOTICES_WITHIN = 1.0  # the other end, which may be busy; if it finds this process gone, it takes it for killed
+_CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # a health check's number; the same and the answering rank
+_SAME_CALL_SECONDS = 0.1  # ranks that notice the same problem within this time share one health check
+_NEVER = 1 << 32  # the number of a call without answers
+_BROKEN_SECONDS = 0.3  # if the process still exists after this time, only the connection has ended
+_NOTICES_WITHIN = 1.0  # seconds for the other end to notice; it would report this process as killed if that had ended
 
 
 def number_of(name: str) -> int:
@@ -43,7 +43,7 @@ def number_of(name: str) -> int:
 
 
 def values_of(said: bytes) -> dict[int, bytes]:
-    """Return the values of a gather by rank; each is preceded by a `VALUE`."""
+    """Return the values of a gather by rank; a `VALUE` precedes each value."""
     values, begin = {}, 0
     while begin < len(said):
         rank, length = VALUE.unpack_from(said, begin)
@@ -69,17 +69,17 @@ def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
 
 
 class Node:
-    """This rank's node of a tree, which handles messages; the links' thread refers to it.
+    """This rank's node of a tree. It handles messages, and the links' thread keeps it alive.
 
     Args:
         layout: The tree.
         rank: This rank.
         processes: The processes of the ranks on this rank's host.
         global_ranks: By rank, its number in errors.
-        is_gone: Tells whether the process of a rank on another host has ended, or `None` if that is not known.
+        is_gone: Returns whether the process of a rank on another host has ended, or `None` if that is unknown.
 
     Attributes:
-        stays_until: When this process may leave at the earliest, by `time.monotonic`.
+        stays_until: The earliest time, by `time.monotonic`, at which this process may leave.
     """
 
     links: Links
@@ -127,7 +127,7 @@ class Node:
             self.streams.pop(number, None)
 
     def pass_on(self, source: int | None, kind: int, number: int, payload: bytes) -> None:
-        """Send to all neighbours except `source`."""
+        """Send a message to all neighbours except `source`."""
         self.links.send((each for each in self._neighbours if each != source), kind, number, payload)
 
     def _stream(self, number: int) -> ChannelState | None:
@@ -143,7 +143,7 @@ class Node:
         self._say(number, POST, _POST.pack(until, len(name)) + name + value)
 
     def fail(self, number: int, told: bytes) -> None:
-        """Report a failure to all ranks, unless one is known; ranks may know different ones then."""
+        """Report a failure to all ranks, unless this rank knows one; different ranks may know different failures."""
         if (stream := self._stream(number)) is not None and stream.failure is None:
             self._say(number, FAIL, told)
 
@@ -167,7 +167,7 @@ class Node:
     def call_roll(self, number: int) -> tuple[int, float]:
         """Make all ranks answer, unless they were called just now; return the call's number in `ChannelState.places`.
 
-        Also return until when to wait at least: messages that a rank sent before its answer may still be under way.
+        Also return until when to wait at least, since messages that ranks sent before may still be on their way.
         """
         if (stream := self._stream(number)) is None:
             return _NEVER, 0.0
@@ -196,7 +196,7 @@ class Node:
     # ------------------------------------------------------------ questions to one rank
 
     def ask(self, number: int, kind: int, payload: bytes) -> None:
-        """Answer a question, or pass it on: add a number and return the sum, or return a value that is kept."""
+        """Pass a question on, or answer it: add a number and send the sum, or send a kept value."""
         rank, who, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
             self.links.send([self.layout.next_to(rank)], kind, number, payload)
@@ -236,7 +236,7 @@ class Node:
     # ------------------------------------------------------------ barriers
 
     def arrive(self, number: int, barrier: int, came: int, total: int, ranks: int, notices: bytes) -> None:
-        """Note which ranks have come; pass it on when all participating ranks below this one have come."""
+        """Add the ranks that have come; pass the barrier on when all participating ranks below this one have come."""
         if (stream := self._stream(number)) is None:
             return
         if (before := stream.arrivals.pop((barrier, ranks), None)) is not None:
@@ -263,7 +263,7 @@ class Node:
     # ------------------------------------------------------------ connections that end
 
     def look_after(self, ended: Mapping[int, float]) -> None:
-        """Find out why connections have ended, and report it: an end alone proves nothing."""
+        """Find out why connections have ended, and report the cause: the end of a connection alone proves nothing."""
         for peer, seconds in ended.items():
             if peer in self._lost:
                 continue
@@ -286,7 +286,7 @@ class Node:
                 self.tell_who_is_lost()
 
     def tell_who_is_lost(self) -> None:
-        """Report in all streams that a neighbour has failed, unless a failure is known there."""
+        """Report in all streams without a known failure that a neighbour has failed."""
         for peer, text in self._lost.items():
             for number, stream in [*self.streams.items()]:
                 if stream.failure is None:

@@ -1,4 +1,4 @@
-"""The state that a channel's messages have left on a rank."""
+"""The state of a channel on one rank, from the messages that have come."""
 
 import math
 from collections.abc import Callable
@@ -11,22 +11,22 @@ def no_place() -> None:
 
 @dataclass
 class ChannelState:
-    """The state that a channel's messages have left on this rank."""
+    """The state of a channel on this rank, from the messages that have come."""
 
     values: dict[str, bytes] = field(default_factory=dict)  # posted values
-    until: dict[int, list[str]] = field(default_factory=dict)  # by record of the log: values to drop once it is passed
-    floor: int = 0  # the first record that is not passed
-    failure: bytes | None = None  # the first one reported: who, and why
+    until: dict[int, list[str]] = field(default_factory=dict)  # by log record: values to drop when this rank passes it
+    floor: int = 0  # the first record that this rank has not passed
+    failure: bytes | None = None  # the first reported failure: the rank and the reason
     numbers: dict[str, int] = field(default_factory=dict)  # on rank 0: the sums
-    kept: dict[str, bytes] = field(default_factory=dict)  # this rank's values that others may ask for
-    asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # who waits for a value not kept yet
+    kept: dict[str, bytes] = field(default_factory=dict)  # this rank's values that other ranks may ask for
+    asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # questions for values not kept yet
     answers: dict[int, bytes] = field(default_factory=dict)  # to this rank's questions
-    # By barrier (or gather, or sum) and its ranks: how many ranks at or below this one have come, their sum, and their
-    # notices or values.
+    # By barrier (or gather, or sum) and its ranks: how many ranks at or below this one have come, and their sum and
+    # notices (or values).
     arrivals: dict[tuple[int, int], tuple[int, int, bytes]] = field(default_factory=dict)
-    barriers: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)  # complete: sum and notices
+    barriers: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)  # complete ones: sum and notices
     place: Callable[[], Callable[[], bytes] | None] = no_place  # returns the function that answers health checks
-    places: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # the last answers with their calls, by rank
+    places: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by rank: the last answer, after its call
     calls: int = 0  # the number of health checks
     called_at: float = -math.inf  # when this rank received the last one
 
@@ -37,7 +37,7 @@ class ChannelState:
             self.until.setdefault(record, []).append(key)
 
     def pass_log(self, record: int) -> None:
-        """Drop the values to be kept until a record before this one."""
+        """Drop the values that this rank had to keep until an earlier record."""
         for before in range(self.floor, record):
             for key in self.until.pop(before, ()):
                 self.values.pop(key, None)

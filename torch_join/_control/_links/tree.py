@@ -1,4 +1,4 @@
-"""A rank's place in the tree, and how it waits there."""
+"""A rank's node in the tree with its connections, and how the rank waits for messages."""
 
 import os
 import select
@@ -17,25 +17,24 @@ from torch_join._control._links.portable import PortableLinks
 from torch_join._control._links.stream import ChannelState
 
 _READ_SECONDS = 0.05  # the longest single read of a wait
-# A sleeping core takes 0.1 to 0.4 ms to notice a message, and delays the sender as much, which adds up over many waits
-# in a step. More than these milliseconds gain nothing: a busy core slows down what shares it. Other waits are for
-# meetings, to which ranks usually come together: a barrier of two takes 23 us like this, and 74 asleep, and less
-# processor time.
+# A sleeping core takes 0.1 to 0.4 ms to notice a message, and delays the sender as much. This adds up over many waits
+# in a step. More than 2 ms gain nothing: a busy core slows down whatever shares it. Other waits are for
+# meetings, where ranks usually arrive together: a barrier of two takes 23 us (asleep: 74), and less processor time.
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
-_LOOKS_EVERY = 16  # reads, if something arrives within each
+_LOOKS_EVERY = 16  # reads between two calls of `look`, if each read receives something
 
 
 def has_epoll() -> bool:
-    """Whether any waiting thread can read the connections while another thread sleeps."""
+    """Whether any waiting thread can read the connections, while the forwarding thread sleeps."""
     return hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 
 class Tree:
-    """This rank's node.
+    """This rank's node and its connections.
 
     Args:
         connections: The connections to the neighbours.
-        node: Handles their messages.
+        node: The node, which handles the neighbours' messages.
     """
 
     def __init__(self, connections: Mapping[int, socket], node: Node) -> None:
@@ -43,8 +42,8 @@ class Tree:
         self.node = node
         kind = Links if has_epoll() else PortableLinks
         node.links = self.links = kind(connections, node.handle, node.look_after)
-        self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the open ones, by stream
-        self.watch: object = None  # watches them
+        self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the open channels, by stream
+        self.watch: object = None  # a `Watch` of these channels
         self.close = weakref.finalize(self, self.links.close)
         self.links.begin()
 
@@ -60,15 +59,15 @@ class Tree:
         stream: ChannelState | None = None,
         is_awake: bool = False,
     ) -> None:
-        """Read until `ready`; call `look` repeatedly, which may take its time.
+        """Read until `ready`; call `look` repeatedly, which may take long.
 
         Args:
             ready: Returns whether the wait is over.
             look: Raises to end the wait.
-            stream: `look` is called if a failure has arrived in it, or when nothing has arrived for 50 ms or much has;
-                without a stream, at once and after each read.
-            is_awake: Whether to keep the core awake for milliseconds and not only briefly, if every rank of this host
-                has one.
+            stream: If given, `look` is called only after a failure in it, after 50 ms without a message, and every 16
+                reads; otherwise at once and after each read.
+            is_awake: Whether to keep the core awake for 2 ms instead of 0.1 ms. Without a core for each rank of this
+                host, it always sleeps.
         """
         links, is_reading, seen, reads = self.links, False, -1, 1
         awake_until = time.monotonic() + (_AWAKE_SECONDS if is_awake else _BRIEFLY) if self._has_cores else 0.0
@@ -99,16 +98,16 @@ class Tree:
                 links.resume()
 
     def part(self) -> None:
-        """Wait until all data is sent, and until the other end of a broken connection has noticed, for seconds at most.
+        """Wait for seconds at most until all data is sent, and the other end of a broken connection has noticed.
 
-        If this rank left before that, the other end would take it for killed.
+        If this rank left earlier, the other end would report that it was killed.
         """
         self.links.flush()
-        if (stays := self.node.stays_until - time.monotonic()) > 0:  # even sleeping for no time gives the core away
+        if (stays := self.node.stays_until - time.monotonic()) > 0:  # even `sleep(0)` would yield the core
             time.sleep(stays)
 
     def open(self) -> tuple[int, ChannelState]:
-        """Open the next stream, as all ranks do, with any messages that came early; return its number too."""
+        """Open the next stream, with any messages that came early; return its number and state. All ranks do so."""
         node = self.node
         with self.links.lock:
             number, node.opened = node.opened, node.opened + 1

@@ -1,9 +1,9 @@
-"""Makes the connections of a tree: where ranks listen, and how both ends identify themselves.
+"""Connects the ranks of a tree: where ranks listen, and how both ends identify themselves.
 
-A rank with children listens until they have connected: at gloo's address (that of the interface in GLOO_SOCKET_IFNAME,
-or of the host's name), without gloo at all addresses. If all children are on its host, it uses a socket of that host
-alone, if possible: it costs a third of what TCP does (send and receive: 2.5 and 7.8 us). Both ends prove that they know
-a secret, which was sent over the process group.
+A rank with children listens until they have connected. It listens at gloo's address (that of the interface in
+GLOO_SOCKET_IFNAME, or of the host's name), or without gloo at all addresses. If all children are on its host, it uses a
+Unix socket if possible, which costs a third of TCP (send and receive: 2.5 and 7.8 us). Both ends prove that they know a
+secret, which was sent over the process group.
 """
 
 import errno
@@ -40,13 +40,13 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
 
     Args:
         group: Their process group.
-        timeout: How long a rank waits for others to come.
+        timeout: How long a rank waits for the other ranks to call this.
 
     Returns:
         This rank's node.
 
     Raises:
-        UnsupportedError: They cannot be connected, on all ranks.
+        UnsupportedError: The ranks cannot be connected; raised on all ranks.
         JoinTimeoutError: Another rank did not come in time.
         PeerFailedError: Another rank is gone.
     """
@@ -73,7 +73,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     where: Where = [], 0
     connections: dict[int, socket.socket] = {}
     try:
-        # A rank's error is sent in the next exchange, and so raised on all of them.
+        # A rank sends its error in the next exchange, so that all ranks raise it.
         try:
             if layout.children:
                 is_own = all(everyone[child][0] == here[0] for child in layout.children)
@@ -134,7 +134,7 @@ def _listen_on_this_host() -> socket.socket:
 
 
 def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
-    """Listen to ranks of this host alone, or to those of other hosts too.
+    """Listen for ranks on this host only, or also for ranks on other hosts.
 
     Raises:
         OSError: The interface in the environment variable has no address.
@@ -146,7 +146,7 @@ def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
         if not addresses:
             raise OSError(errno.ENODEV, f"No such device, or it has no address: {name} ({_INTERFACE})")
         return _listen_at(addresses[0])
-    # As gloo does: at the first address of the host's name that belongs to this host.
+    # Like gloo, listen at the first address of the host's name that belongs to this host.
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM) if where_gloo_does else []
         for address in [str(place[0]) for *_, place in found if not str(place[0]).startswith(_LOCAL)]:
@@ -177,7 +177,7 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def _where(listener: socket.socket) -> Where:
-    """Return where other ranks can reach a socket."""
+    """Return the addresses and the port at which other ranks can reach a socket."""
     bound = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return [HOSTS_OWN + bound[1:].decode()], 0
