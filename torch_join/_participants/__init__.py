@@ -2,5 +2,5 @@
 
 One mechanism per file; a participant knows its loop only by the protocol `Driver` in `participant.py`.
 
-Begin with: `participant.py`, then `ddp_model.py`. `_torch/` makes them usable in torch's own `Join`.
+Start reading at `participant.py`, then `ddp_model.py`. `_torch/` makes participants usable in torch's own `Join`.
 """

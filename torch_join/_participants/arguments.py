@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Join`, before anything is done with them."""
+"""Checks of the arguments of `Join`, before they are used."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ def listed(joinables: Any) -> list[Any]:
     """Return `joinables` as a list.
 
     Raises:
-        JoinTypeError: It is a single object, such as a model, and not a sequence.
+        JoinTypeError: `joinables` is a single object, such as a model, and not a sequence.
     """
-    # Some modules can be iterated over, and then yield their layers.
+    # Some modules are iterable, and yield their layers.
     if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
         raise JoinTypeError(
             f"Pass the joinables as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler], in"
@@ -36,11 +36,11 @@ def listed(joinables: Any) -> list[Any]:
 
 
 def check_given(joinables: Sequence[Any]) -> None:
-    """Raise if there is no joinable, or an object with a state that cannot be one.
+    """Raise if there is no joinable, or an object that cannot be one.
 
     Raises:
         JoinValueError: `joinables` is empty.
-        JoinTypeError: A loader is among them, or a mock.
+        JoinTypeError: A loader or a mock is among them.
     """
     if not joinables:
         raise JoinValueError(
@@ -61,15 +61,15 @@ def check_given(joinables: Sequence[Any]) -> None:
 
 
 def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
-    """Raise for options that nothing would read.
+    """Raise for options that no hook would use.
 
     Args:
         options: The keyword arguments that go to every `join_hook`.
         joinables: The joinables.
 
     Raises:
-        JoinTypeError: No joinable's hook takes an option; or one takes anything, but the name looks like a misspelt
-            argument of `Join`.
+        JoinTypeError: No hook takes an option; or a hook takes any option, but the name looks like a misspelt argument
+            of `Join`.
     """
     custom = [thing for thing in joinables if isinstance(thing, Joinable) and not _is_torchs(thing)]
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
@@ -87,10 +87,10 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
 
 
 def refuse_misspelt(*names: str) -> None:
-    """Raise if a name looks like a misspelt argument of `Join`: a hook that takes anything would swallow it.
+    """Raise if a name looks like a misspelt argument of `Join`, since a hook that takes any option would swallow it.
 
     Raises:
-        JoinTypeError: It does.
+        JoinTypeError: A name looks like that.
     """
     for name, own in product({*names}.difference(_all), _all):
         if _is_slip(name, own):
@@ -98,9 +98,9 @@ def refuse_misspelt(*names: str) -> None:
 
 
 def _is_slip(name: str, own: str) -> bool:
-    """Whether `name` is `own` with two letters swapped, or one letter changed, missing or too many.
+    """Whether `name` is `own` with two letters swapped, or with one letter changed, missing or added.
 
-    A different word does not count, since a user's hook may take it: `enabled`, `timeouts`, `audio`.
+    Different words do not count, since a user's hook may take them: `enabled`, `timeouts`, `audio`.
     """
     shorter = min(len(name), len(own))
     begin = next((i for i in range(shorter) if name[i] != own[i]), shorter)
@@ -118,10 +118,10 @@ def _misspelt(name: str, meant: str) -> JoinTypeError:
 
 
 def common_group(joinables: Sequence[Any]) -> Any:
-    """Return the common process group of joinables that have one; this package's have one only if they were given it.
+    """Return the common process group of joinables; this package's joinables count only if the user passed a group.
 
     Raises:
-        JoinValueError: They have different ones.
+        JoinValueError: Their process groups differ.
     """
     groups = [j.join_process_group for j in joinables if isinstance(j, Joinable) and getattr(j, "has_group", True)]
     if any(group != groups[0] for group in groups):

@@ -1,4 +1,4 @@
-"""Objects that `Join` refuses when it is made, since training would be wrong or wait for ever."""
+"""Refuses objects with which training would be wrong or wait forever, when a `Join` is created."""
 
 import sys
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     """Raise if `thing` cannot take part.
 
     Raises:
-        UnsupportedError: It is a `DataParallel`, or holds a `DistributedDataParallel` that is not itself among
-            `joinables`; or it is trained by post-local SGD; or another package than torch shards it.
+        UnsupportedError: It is a `DataParallel`; or it holds a `DistributedDataParallel` that is not among `joinables`;
+            or it is trained by post-local SGD; or a package other than torch shards it.
     """
     name = type(thing).__name__
     modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
@@ -58,7 +58,7 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
 
 
 def _sharded_elsewhere(thing: Any, modules: Sequence[nn.Module]) -> str:
-    """Return what shards `thing`, which has these modules, unless that is torch; else an empty string."""
+    """Return the name of the package or ZeRO stage, other than torch, that shards `thing`; else an empty string."""
     if callable(stage := getattr(thing, "zero_optimization_stage", None)) and (number := stage()):
         return f"ZeRO stage {number}"
     if any(hasattr(parameter, "ds_id") for parameter in _compat.parameters_of(modules)):

@@ -1,4 +1,4 @@
-"""Counts how often an optimizer, or a model, has been asked to clear its gradients."""
+"""Counts how often user code has cleared the gradients of an optimizer or a model."""
 
 import math
 from collections.abc import Callable
@@ -15,34 +15,33 @@ from torch_join._participants.hook import Hook
 
 
 class Clears:
-    """The calls of the `zero_grad` of an optimizer or a model, from when this is made until `remove`.
+    """Counts the calls of `zero_grad` of an optimizer or a model, until `remove`.
 
     Attributes:
-        calls: Their number.
-        steps: The number of optimizer steps; a model has none.
+        calls: The number of calls.
+        steps: The number of optimizer steps; 0 for a model.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.calls = self.steps = 0
-        self._batch: tuple[int, int] | None = None  # that of the last backward
-        # At that batch's first backward: the number of steps, and a parameter's version, as a step may have another
-        # name.
+        self._batch: tuple[int, int] | None = None  # the batch of the last backward
+        # At this batch's first backward: the number of steps, and a parameter's version, which shows other steps.
         self._then = 0, 0
         trained = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if p.requires_grad)
         self._watched = next(trained, torch.empty(0))
-        self._calls_then = 0  # at the last backward
-        self._discards = 0  # how often it has cleared gradients with which it had not stepped
+        self._calls_then = 0  # the number of calls at the last backward
+        self._discards = 0  # how often user code has cleared gradients without a step
         self._spans = 0  # the number of batches in the current gradients
         self._windows = 0  # how often it has stepped with gradients of several batches
-        self._cleared: list[Tensor] = []  # a model's, by its last call: an FSDP model has other parameters at times
+        self._cleared: list[Tensor] = []  # a model's parameters at its last call; FSDP replaces them at times
         self._before = {"zero_grad": vars(optimizer)["zero_grad"]} if "zero_grad" in vars(optimizer) else {}
         self._zero_grad = self._counted(optimizer.zero_grad)
-        # On the object, as LR schedulers do with its `step`: torch has no hook for it.
+        # Replace the object's method, as LR schedulers do with `step`: torch has no hook for `zero_grad`.
         optimizer.zero_grad = self._zero_grad
         self._counts = False
         self._remove_hook: Callable[[], None] = lambda: None
-        # Subclasses of torch's optimizers need not have called their constructor.
+        # A subclass of `Optimizer` may not have called its base's constructor.
         with suppress(AttributeError, TypeError):
             self._remove_hook = optimizer.register_step_post_hook(Hook(self._stepped)).remove
             self._counts = True
@@ -62,27 +61,27 @@ class Clears:
         self.steps += 1
 
     def clears_each_step(self, calls: int, steps: int) -> bool:
-        """Whether it was called for each step since it had these numbers, and so is how the loop clears gradients."""
+        """Whether there was a call for each step since these numbers, so that this is how the loop clears gradients."""
         return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
 
     def note_backward(self, batch: tuple[int, int], syncs: bool = True) -> None:
-        """Note a backward that adds to the gradients of an optimizer, in this batch of this loop."""
+        """Note a backward that adds to the optimizer's gradients; `batch` is the loop's number and the step."""
         if batch != self._batch:
             now = self.steps, self._watched._version
             adds = (*now, self.calls) == (*self._then, self._calls_then)
             self._windows += self._spans > 1 and now != self._then
             self._spans = self._spans + 1 if adds else 1
             self._batch, self._then = batch, now
-        self._spans += not syncs  # without a sync, another batch is to be added
+        self._spans += not syncs  # without a sync, another batch will be added
         self._calls_then = self.calls
 
     def awaits_step(self, holds_others: bool) -> bool | None:
         """Whether gradients wait for an optimizer step: an accumulation has started.
 
         These are the parameters' gradients or, with `holds_others`, those that FSDP keeps elsewhere until a backward
-        syncs. Not in a batch in which the optimizer has stepped. Gradients may also wait to be cleared: of a model on
-        the way of another one's loss, or of a skipped step. So the loop must be seen to accumulate over batches, and
-        more often than it clears gradients without a step. `None` while it was seen to do neither.
+        syncs. False in a batch in which the optimizer has stepped. Some gradients only wait to be cleared: those of a
+        model in the path of another model's loss, or of a skipped step. So this is true only for a loop that has
+        accumulated over batches more often than it has cleared gradients without a step; `None` if it has done neither.
         """
         if not self._counts or self._batch is None:
             return False
@@ -99,13 +98,13 @@ class Clears:
         return 0 < sum(found) < math.inf and (accumulates or None)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients are cleared."""
+        """Return the parameters whose gradients `zero_grad` clears."""
         if isinstance(self._optimizer, nn.Module):
             return self._cleared
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def remove(self) -> None:
-        """Restore the optimizer's method."""
+        """Restore the original `zero_grad`."""
         self._remove_hook()
         self._cleared = []
         if vars(self._optimizer).get("zero_grad") is self._zero_grad:
@@ -114,7 +113,7 @@ class Clears:
 
 
 def innermost_optimizer(thing: Any) -> Any:
-    """Return `thing` if it is an optimizer, the innermost one if it wraps others, and else `None`."""
+    """Return `thing` if it is an optimizer, or the innermost optimizer that it wraps; else `None`."""
     found: list[Any] = []
     while has_groups(thing) and not any(thing is one for one in found):
         found.append(thing)

@@ -1,4 +1,4 @@
-"""A user's own `Joinable`, written according to torch's documentation."""
+"""A `Joinable` that a user wrote according to torch's documentation."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class CustomParticipant(Participant):
-    """Its `notify_join_context` becomes the announcement that its collectives come next."""
+    """A custom joinable; its `notify_join_context` announces that its collectives come next."""
 
     kinds: ClassVar[dict[str, Any]] = {"hook": None}
 
@@ -20,14 +20,14 @@ class CustomParticipant(Participant):
         self.renew()
 
     def renew(self) -> None:
-        """Get a new hook."""
+        """Ask the joinable for a new hook."""
         self._hook = self.joinable.join_hook(**self._options)
 
     def enter(self) -> None:
         self._undo.append(configure(self.joinable, _Announcing(self)))
 
     def notified(self) -> None:
-        """Announce the main hook's collectives; `notify_join_context` has been called."""
+        """Announce the main hook's collectives; called by `notify_join_context`."""
         if self.members.serves:
             return
         self.driver.before_notice(self)

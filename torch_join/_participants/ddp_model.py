@@ -1,9 +1,9 @@
-"""A DDP model: its forward and backward are announced, and shadowed by zero-gradient passes.
+"""A DDP model: active ranks announce its forwards and backwards, and joined ranks shadow them with zero gradients.
 
-Announced are each forward (with its grad mode and whether it will sync) and, once per backward and model, the moment
-before DDP sees the model's first gradient: a prehook on the parameters' gradient accumulators fires exactly then. A
-node on the model's outputs would not do: it also fires for a gradient penalty's `autograd.grad`, and misses L2 terms on
-the parameters.
+An active rank announces each forward, with its grad mode and whether it will sync. Once per backward and model, it
+announces the moment before DDP sees the model's first gradient: a prehook on the parameters' gradient accumulators
+fires exactly then. A node on the model's outputs would also fire for a gradient penalty's `autograd.grad`, and would
+miss L2 terms on the parameters.
 """
 
 import math
@@ -51,14 +51,14 @@ class ModelParticipant(ShadowedSteps, LoopModel):
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
 
     is_model = in_pieces = True
-    meets = True  # whether ranks in a plain loop meet at its forward
+    meets = True  # whether ranks in a plain loop meet at this model's forward
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(driver, index, ddp)
         self._others = OtherVerdicts(driver, index)
-        self._has_met = True  # whether it was known, in its last forward, who is active
-        self._frozen: list[int] = []  # the parameters, by place, that were frozen in the last deferred forward
-        self._factor = 1.0  # for its gradients
+        self._has_met = True  # whether the active ranks were known in the last forward
+        self._frozen: list[int] = []  # the places of the parameters that were frozen in the last deferred forward
+        self._factor = 1.0  # the weight of its gradients
         self._beginning = threading.Lock()  # autograd has several threads for several devices
         self._second_backward = SecondBackward(self._parameters)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
@@ -74,7 +74,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         self._undo.append(self.ddp.register_forward_hook(Hook(self._after_forward)).remove)
         views = bool(self.ddp.gradient_as_bucket_view)
         self._gradients = Gradients(self._parameters, self.driver.clears, views, self._shadow.sparse)
-        # Gradients left by a loop before this `with` may be an average, or this rank's share of one.
+        # Gradients from before this `with` may be an average, or this rank's share of one.
         left = any(p.grad is not None for p in self._parameters)
         self.accumulates = self._shadow.accumulated = left
         self.remember()
@@ -119,12 +119,12 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         if _compat.backward_in_progress() == -1:
             self._pieces.before_forward()
         grad, sync = torch.is_grad_enabled(), self.ddp.require_backward_grad_sync
-        # In a forward without collectives, the joined ranks and this one need not know of each other; but they do in
-        # the second one, since the first may have had no backward.
+        # A forward without collectives is announced only with its backward; not so the second forward in a row, since
+        # the first one may have had no backward.
         deferred = grad and sync and not self.deferred and _compat.forwards_without_collectives(self.ddp)
         if first.decides:
             first.check_fired()
-        # Ranks may have different numbers of micro-batches in a window: only those with collectives are common to all.
+        # In a window, ranks may have different numbers of micro-batches: they share only forwards with collectives.
         syncs_buffers = self.ddp.require_forward_param_sync and _compat.broadcasts_buffers(self.ddp)
         is_alone = deferred or (grad and _compat.has_rebuilt_buckets(self.ddp) and not syncs_buffers)
         if self.meets:
@@ -146,8 +146,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         buffer_source, self._buffer_source = self._buffer_source, self.members.leader
         if not self.tail_log.meet():
             return
-        # The last leader has the newest buffers, except those that this step has changed before its forward, without
-        # that rank: for these, the current leader's are sent afterwards.
+        # The last leader has the newest buffers, except those that this step changed before its forward, without that
+        # rank: the current leader sends these afterwards.
         sources = [*dict.fromkeys((buffer_source, self.members.leader))]
         if not self.ddp.require_forward_param_sync or sources == [0]:
             sources = []
@@ -160,14 +160,14 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             self.tail_log.announce_alone(self.index, "forward", forward)
         else:
             self.announce("forward", forward)
-        # Until the inner module runs, the collectives are DDP's own. (A hook that stays would hinder copying it.)
+        # Until the inner module runs, the collectives are DDP's own. (A permanent hook would hinder copying the model.)
         self._plumbing.enter_context(self.tail_log.own_collectives())
         inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
         self._plumbing.callback(inside.remove)
         self._sync_from(sources)
 
     def before_handover(self) -> None:
-        # This rank may have become the leader since the last forward, whose leader has the newest buffers.
+        # The leader of the last forward has the newest buffers; this rank may have become the leader since then.
         source, self._buffer_source = self._buffer_source, self.members.leader
         if source != self.members.leader:
             self._sync_from([source, self.members.leader])
@@ -181,7 +181,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 buffer.data.copy_(its)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
-        # A buffer made in inference mode counts no versions. A forward in that mode makes it anew.
+        # A buffer created in inference mode has no version counter. A forward in that mode creates it again.
         self._buffers = {id(buffer): known(buffer) for buffer in buffers if not buffer.is_inference()}
 
     def _unknown_buffers(self) -> list[Tensor]:
@@ -191,7 +191,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return self._unknown_buffers() if self._buffers else []
 
     def _check_reduction_finished(self) -> None:
-        """Raise if DDP has not averaged all gradients of the last backward: its own error, or the cause.
+        """Raise if DDP has not averaged all gradients of the last backward: DDP's own error, or its cause.
 
         Raises:
             JoinError: An exception ended that backward.
@@ -219,14 +219,14 @@ class ModelParticipant(ShadowedSteps, LoopModel):
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         notes = self.members.announces or self.driver.meets_at is not MeetingPoint.TOP
-        # Not DDP's own list: a forward may have bound new tensors.
+        # Do not use DDP's own list: a forward may have bound new tensors.
         self._note_buffers(self.ddp.module.buffers() if notes else ())
         if not torch.is_grad_enabled():
             return
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
             self.rebind()
         outputs = _compat.differentiable(output)
-        driver = weakref.ref(self.driver)  # so that a loss that is kept does not keep our objects
+        driver = weakref.ref(self.driver)  # so that a loss that user code keeps does not keep the driver
         if self.ddp.require_backward_grad_sync:
             begins_backward = partial(_before_backward, driver, self.index, self.driver.loop_number)
             self._second_backward.forward(outputs, begins_backward)
@@ -235,8 +235,8 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 each.register_hook(partial(_accumulates, driver, self.index))  # type: ignore[no-untyped-call]
         if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
-        begins = weakref.WeakMethod(self._meet_or_remember)  # so that a loss that is kept does not keep our objects
-        for output in outputs:  # a loss may use any of them
+        begins = weakref.WeakMethod(self._meet_or_remember)  # so that a loss that user code keeps does not keep this
+        for output in outputs:  # a loss may use any output
             output.register_hook(lambda gradient: (begin := begins()) and begin(gradient))
         if not outputs:
             self._watch.begin(self._before_gradient)
@@ -246,7 +246,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
             self.tail_log.meet()
         else:
             self.driver.before_backward(self.index)
-            # In a plain `for` the ranks find out who is active when this step's code may have cleared gradients.
+            # In a plain `for`, ranks meet at the next forward, when user code may already have cleared the gradients.
             self.remember_after_backward()
 
     @property
@@ -254,15 +254,15 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return _compat.has_rebuilt_buckets(self.ddp)
 
     def prepare(self) -> None:
-        # DDP's next forward would wait for a rank that skips it (a skipped batch), while that rank waits at its next
-        # meeting for the ranks in that forward.
+        # Without this, DDP's next forward would wait for a rank that skips it (a skipped batch), while that rank waits
+        # at its next meeting for the ranks in that forward.
         if not self.is_prepared:
             with self.tail_log.own_collectives():
                 if _compat.rebuild_buckets(self.ddp):
                     self.rebind()
 
     def rebind(self) -> None:
-        """Note that views of new buckets have replaced the gradients."""
+        """Note that DDP has replaced the gradients by views of new buckets."""
         self._has_rebuilt = True
         self._gradients.rebind()
 
@@ -318,7 +318,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 self._pieces.check_nested()
             self._announce_deferred()
             runs = self._others.found(self._gradients, averages)
-            if not averages:  # gradients cleared now count at the next one
+            if not averages:  # joined ranks must know now which gradients were cleared
                 self.tail_log.announce_alone(self.index, "gradients", runs)
             elif self.tail_log.in_pieces:
                 self._pieces.begin(self._end_backward)
@@ -331,7 +331,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         self._factor = self.members.loss_factor
 
     def _end_backward(self) -> None:
-        # A communication hook may have had no collective, before which the pieces would have been announced.
+        # Send it now if there is a communication hook: it may issue no collective before which pieces are announced.
         self.announce("ended", hold=not _compat.has_comm_hook(self.ddp))
 
     # ------------------------------------------------------------ on a joined rank, and at the end
@@ -359,7 +359,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         if not self.ddp.broadcast_buffers:
             sync_norms(self.ddp, source, self.members.group)
         if deferred is not None and not self.members.last_joiner:
-            # DDP averages in the next backward, even of another loop.
+            # DDP averages in the next backward, even in another loop.
             self.mirror("forward", (True, True, [], deferred, None))
         end = self._settle(states_of(runs, len(self._parameters)), source, accumulates)
         self._others.reset()
@@ -370,17 +370,17 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         return end
 
     def _settle(self, states: list[State], source: int, accumulates: bool) -> Callable[[], None]:
-        """Start to clear, on every rank, gradients cleared on the source, and to send those changed there.
+        """Start to clear gradients cleared on the source, and to send those changed there; return a function to finish.
 
         Args:
             states: The states of the source's gradients (on ranks active to the end, their own states).
             source: The rank whose state is handed over.
-            accumulates: Whether the source is in an unfinished accumulation: each rank then has its own share.
+            accumulates: Whether the source is in an unfinished accumulation, in which each rank has its own share.
         """
         joined = self.members.rank != source and not self.members.last_joiner
         mine: list[int] = []
         if self.members.rank == source and not accumulates:
-            # An infinite norm does not show whether they are unscaled.
+            # An infinite norm does not show whether user code has unscaled the gradients.
             odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
             mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
         elif joined:
@@ -390,7 +390,7 @@ class ModelParticipant(ShadowedSteps, LoopModel):
         everyone, accumulated = self.tail_log.channel.begin_gather(mine, of=list[int]), self.accumulates
 
         def end() -> None:
-            # All send the same gradients, whatever each has found.
+            # All ranks broadcast the same gradients: those that any rank has found.
             changed = {index for found in everyone() for index in found}
             if joined:
                 self._gradients.follow(states, accumulated, None)

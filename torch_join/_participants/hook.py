@@ -1,4 +1,4 @@
-"""Our callables in users' objects."""
+"""Callables that this package installs in users' objects."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -17,27 +17,27 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @cache
 def _untraced() -> Callable[..., Any]:
-    # Made when it is needed: importing dynamo takes long, and torch's optimizers have imported it by then.
+    # Created on first use, since importing dynamo takes long; torch's optimizers have imported it by then.
     return untraced(lambda call, args, kwargs: call(*args, **kwargs))
 
 
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable for `call` that dynamo never compiles, not even as a frame of ours around it.
+    """Return a callable for `call` that dynamo never compiles, and that adds no frame that dynamo could compile.
 
-    It is slower to call than a `Hook`, and is for callbacks registered for all modules, or all optimizers, in a tail:
-    dynamo would compile a `Hook` anew for each type of module.
+    Calls are slower than those of a `Hook`. Use it for callbacks registered for all modules, or all optimizers, in a
+    tail: dynamo would recompile a `Hook` for each type of module.
     """
     return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Hook:
-    """A callable that stays with its object: a copy or a pickle of that object has a replacement.
+    """A callable that stays with its object: a copy or a pickle of that object gets a replacement.
 
-    `torch.compile` does not trace it: our hooks act between ranks, and are no part of a graph.
+    `torch.compile` does not trace it, since hooks that act between ranks are not part of a graph.
 
     Args:
         call: The function to call.
-        copied: The replacement in copies; a method of the object becomes the copy's own. Marks on it stay visible.
+        copied: The replacement in copies; a method of the object becomes the copy's. Its attributes stay visible.
     """
 
     def __init__(self, call: Callable[..., Any], copied: Callable[..., Any] = _nothing) -> None:
@@ -47,7 +47,7 @@ class Hook:
         self._untraced = _untraced()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # If nothing is compiled, keeping dynamo away would be most of a hook's cost in a step.
+        # Without compiled code, the check that keeps dynamo away would be most of a hook's cost in a step.
         if torch.compiler.is_dynamo_compiling() or _compat.compiles_frames():
             return self._untraced(self._call, args, kwargs)
         return self._call(*args, **kwargs)
@@ -59,7 +59,7 @@ class Hook:
 def around_steps(
     optimizer: Any, send: Callable[[], AbstractContextManager[None]], is_quiet: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Call `send` right before an optimizer's steps, after its closure; its context closes after the step.
+    """Call `send` right before each optimizer step, after its closure; the context closes after the step.
 
     Args:
         optimizer: The optimizer.
@@ -67,15 +67,15 @@ def around_steps(
         is_quiet: Whether a step is not announced.
 
     Returns:
-        A function that ends this.
+        A function that removes these hooks.
     """
     stepping = ExitStack()
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stepping.close()  # of a step that has raised
+        stepping.close()  # left open by a step that has raised
         if is_quiet():
             return None
-        itself, *positional = args  # torch passes the optimizer among them
+        itself, *positional = args  # torch passes the optimizer first
         closure = positional[0] if positional else kwargs.get("closure")
         if positional[1:] or {*kwargs} - {"closure"}:
             raise UnsupportedError(

@@ -17,14 +17,14 @@ from torch_join._participants.clears import innermost_optimizer
 
 
 def holds_metrics(thing: Any) -> bool:
-    """Whether `thing` is a metric of torchmetrics, or computes something from metrics (a `MetricCollection`)."""
+    """Whether `thing` is a torchmetrics metric, or computes values from metrics (a `MetricCollection`)."""
     if not isinstance(thing, nn.Module) or not callable(getattr(thing, "compute", None)):
         return False
     return any(_compat_metrics.is_metric(module) for module in thing.modules())
 
 
 def is_sharded_model(thing: Any) -> bool:
-    """Whether `thing` is a module that FSDP, of either generation, has sharded, or holds such modules."""
+    """Whether `thing` is a module that FSDP1 or FSDP2 has sharded, or holds such modules."""
     return isinstance(thing, nn.Module) and _has_sharded([*thing.modules()])
 
 
@@ -37,7 +37,7 @@ def _has_sharded(modules: Sequence[nn.Module]) -> bool:
 
 
 def holds_shards(thing: Any) -> bool:
-    """Whether some of a model's, or an optimizer's, parameters are shards."""
+    """Whether some parameters of a model or an optimizer are shards."""
     if isinstance(thing, nn.Module):
         modules = [*thing.modules()]
         return _has_sharded(modules) or any(map(_compat.is_shard, _compat.parameters_of(modules)))
@@ -46,7 +46,7 @@ def holds_shards(thing: Any) -> bool:
 
 
 def refuse_engines(things: Iterable[Any]) -> None:
-    """Raise if a loop with placeholders is given a DeepSpeed engine.
+    """Raise if the objects for a loop with placeholders include a DeepSpeed engine.
 
     Raises:
         UnsupportedError: One of `things` is an engine.
@@ -70,10 +70,10 @@ def holds_parts(thing: Any) -> bool:
 
 
 def of_engines(objects: Sequence[Any]) -> set[int]:
-    """Return the `id` of each engine among `objects`, and of its optimizers, whose state belongs to each rank.
+    """Return the `id` of each engine among `objects`, and of its optimizers, whose state differs between ranks.
 
-    These are ZeRO's optimizer, the user's own inside it, which now steps this rank's shard, and wrappers around them,
-    as Accelerate has.
+    These are ZeRO's optimizer, the user's optimizer inside it, which now steps this rank's shard, and any wrappers
+    around them, such as Accelerate's.
     """
     if not (engines := [thing for thing in objects if is_engine(thing)]):
         return set()
@@ -83,7 +83,7 @@ def of_engines(objects: Sequence[Any]) -> set[int]:
 
 
 def stateful(objects: Sequence[Any]) -> list[Any]:
-    """Return the objects that are handed over; each rank keeps its own shards, and its own metrics' states."""
+    """Return the objects whose state is handed over; each rank keeps its own shards and metric states."""
     own = of_engines(objects)
     return [
         thing

@@ -20,13 +20,13 @@ from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
 
 
 def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[str, Any]) -> list[Participant]:
-    """Return participants for those of `joinables` that do something in a step; the others are only handed over.
+    """Return participants for those of `joinables` that act in a step; the others are only handed over.
 
-    The last participants watch for models that were not given, and for Ray Train.
+    The last participants watch for models that were not passed to `Join`, and for calls of Ray Train.
 
     Raises:
-        JoinTypeError: One of them is of a type that cannot take part.
-        UnsupportedError: One of them is of a kind that cannot be trained exactly.
+        JoinTypeError: A joinable has a type that cannot take part.
+        UnsupportedError: A joinable cannot be trained exactly.
     """
     participants: list[Participant] = []
     engines = of_engines(joinables)
@@ -69,7 +69,7 @@ def make_participants(driver: Driver, joinables: Sequence[Any], options: dict[st
 def custom_participant(
     driver: Driver, index: int, joinable: Joinable, options: dict[str, Any]
 ) -> CustomParticipant | ReportParticipant:
-    """Return the participant of a joinable that is not a torch wrapper."""
+    """Return the participant of a joinable that is neither a DDP model nor a sharded optimizer."""
     if isinstance(joinable, Report):
         return ReportParticipant(driver, index, joinable)
     return CustomParticipant(driver, index, joinable, options)

@@ -1,4 +1,4 @@
-"""The user's options for joining: one object, made and checked where they are given, and passed on."""
+"""The user's options for joining, in one object that checks them when it is created."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ TORCHS = "divide_by_initial_world_size"  # torch's name for a weighting
 
 
 class JoinOptions(TypedDict, total=False):
-    """The keyword arguments of `Join`, for functions that pass all of them on."""
+    """The keyword arguments of `Join`, to annotate functions that pass them on."""
 
     throw_on_early_termination: bool
     weighting: Weighting
@@ -39,7 +39,7 @@ class JoinOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options, the same on all ranks; `Join` documents each.
+    """The user's options, equal on all ranks; `Join` documents each.
 
     Attributes:
         hooks: The arguments for every `join_hook`.
@@ -93,8 +93,8 @@ class Options:
         """Raise if finished ranks cannot run `placeholder` with the other options.
 
         Raises:
-            JoinTypeError: It is neither a string nor a function.
-            JoinValueError: It is an unknown string, or contradicts another option.
+            JoinTypeError: `placeholder` is neither a string nor a function.
+            JoinValueError: `placeholder` is an unknown string, or contradicts another option.
         """
         if placeholder is None:
             return
@@ -107,7 +107,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Options":
-        """Take the options, by name, from the arguments of a function, which may have others.
+        """Take the options, by name, from a function's arguments, which may include others.
 
         Raises:
             JoinValueError: The weighting is unknown, or contradicts torch's argument for it.
@@ -118,10 +118,10 @@ class Options:
 
 
 def renamed(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function accept `may_break` by its old name too, until 0.3.0.
+    """Make a function accept `may_break` under its old name too, until 0.3.0.
 
     Raises:
-        JoinTypeError: At the call: both are given.
+        JoinTypeError: A call passes both names.
     """
 
     @wraps(function)
@@ -146,7 +146,7 @@ def by_old_name(old: str, function: Callable[P, R]) -> Callable[P, R]:
 
 
 def showing_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Make the signature of a function that passes `**options` on show the keyword arguments of `Join`."""
+    """Show the keyword arguments of `Join` in the signature of a function that passes `**options` on."""
     whole = signature(function)
     *own, rest = whole.parameters.values()
     options = [
@@ -159,24 +159,24 @@ def showing_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def warn_renamed(old: str, new: str, both: bool) -> None:
-    """Warn the caller of the packages about a keyword's old name; raise if `both` were given."""
+    """Warn user code about a keyword's old name; raise if it passes `both` names."""
     if both:
         raise JoinTypeError(f"{old}= is the old name of {new}=, and both were passed. Remove {old}=.")
     JoinFutureWarning.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.")
 
 
 def whole_signature(kind: type, ours: type) -> Signature:
-    """Return a class's signature with its bases' parameters in place of its `**kwargs`.
+    """Return a class's signature with its bases' parameters instead of its `**kwargs`.
 
     Args:
         kind: The class.
-        ours: The last of its bases that is ours; the next base with an `__init__` is the last one used.
+        ours: Its last base class in this package; the next base with an `__init__` is the last one used.
     """
     found: dict[str, Parameter] = {}
     for place, each in enumerate(kind.__mro__):
         if "__init__" in vars(each):
             _, *more = signature(each.__init__).parameters.values()  # type: ignore[misc]
-            if found.pop("kwargs", None):  # these are reached by keyword
+            if found.pop("kwargs", None):  # callers pass these by keyword
                 more = [p.replace(kind=max(p.kind, p.KEYWORD_ONLY)) for p in more if p.kind is not p.VAR_POSITIONAL]
             found |= {p.name: p for p in more if p.name not in found}
             if "kwargs" not in found or place > kind.__mro__.index(ours):

@@ -1,4 +1,4 @@
-"""The interface between a joinable and the loop that it takes part in."""
+"""The interface between a joinable and its loop."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,13 +30,13 @@ class Announcer(Protocol):
 
     @property
     def in_pieces(self) -> bool:
-        """Whether backwards are announced piece by piece, since they may have collectives other than DDP's."""
+        """Whether backwards are announced piece by piece, because they may issue collectives other than DDP's."""
 
     def meet(self) -> bool:
-        """Wait until it is known who is active, if that was put off; a participant calls this when it is about to act.
+        """Hold the deferred meeting, if any; a participant calls this before it acts.
 
         Returns:
-            Whether this rank is active and another one has joined, and does not do the same by itself.
+            Whether to announce: this rank is active, and another one has joined and does not act the same by itself.
         """
 
     @property
@@ -52,36 +52,36 @@ class Announcer(Protocol):
         Args:
             index: The participant that acts, -1 for none.
             kind: The kind of action.
-            payload: Further data that they need.
-            hold: Whether to send it together with the next announcement.
+            payload: Further data that joined ranks need.
+            hold: Whether to send this announcement together with the next one.
         """
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
         """Announce the next action to the joined ranks if it has no collective.
 
-        If a batch is a window of `windows`, other active ranks may do the same more or less often: then only the lowest
-        one announces it, with its next announcement.
+        If a batch is a window of `windows`, active ranks may take this action different numbers of times. Then only the
+        lowest rank announces it, with its next announcement.
         """
 
     def own_collectives(self) -> AbstractContextManager[None]:
-        """Put around collectives that joined ranks know of without the tap."""
+        """Wrap collectives that joined ranks know of without the tap."""
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """Run a main hook; each of its collectives corresponds to one that the active ranks announce."""
+        """Run a main hook, whose collectives must match those that the active ranks announce."""
 
 
 class Driver(Protocol):
-    """A participant's view of the loop that it takes part in.
+    """A participant's view of its loop.
 
-    There are three: `LoopDriver` for users' loops, `StepDriver` for loops that a framework runs in lockstep, and
-    `HookDriver`, for torch's own `Join`.
+    There are three drivers: `LoopDriver` for users' loops, `StepDriver` for loops that a framework runs in lockstep,
+    and `HookDriver` for torch's own `Join`.
 
     Attributes:
-        members: Who is active, and this rank's role; as of the last meeting.
+        members: Which ranks are active, and this rank's role, as of the last meeting.
         tail_log: Receives announcements.
         step_number: The current step, counted from the start of the loop.
-        loop_number: The number of the current loop over `batches`, from 1; 0 outside of one.
-        joined_amid: Whether this rank ran out of batches between a forward and a backward that may yet follow it.
+        loop_number: The number of the current loop over `batches`, from 1; 0 outside of a loop.
+        joined_amid: Whether this rank ran out of batches after a forward whose backward may still follow.
     """
 
     joined_amid: bool = False
@@ -95,30 +95,30 @@ class Driver(Protocol):
 
     @property
     def clears(self) -> Sequence[Clears]:
-        """The watches on `zero_grad` of given optimizers and models, which show what happens to gradients."""
+        """The watches on `zero_grad` of optimizers and models, which show how user code clears gradients."""
         return ()
 
     @property
     def meets_at(self) -> MeetingPoint:
-        """Where the ranks meet in a step; at `FORWARD`, another one may be at a meeting at any time."""
+        """Where in a step the ranks meet; with `FORWARD`, another rank may be at a meeting at any time."""
 
     @property
     def sees_steps(self) -> bool:
-        """Whether there is a model, or a custom joinable, that shows where a step starts."""
+        """Whether a model, or a custom joinable, shows where a step starts."""
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
         """Come to a meeting, if the ranks have not met before this forward.
 
         Args:
-            count: Returns the count of the forward's arguments, for a step whose batch is not seen.
-            waits: Whether this forward depends on who is active.
+            count: Returns the count of the forward's arguments, for a step whose batch the driver does not see.
+            waits: Whether this forward depends on which ranks are active.
 
         Returns:
-            Whether that is known now; if not, this rank has arrived, and meets the others later.
+            Whether the active ranks are known now; if not, this rank has arrived, and meets the others later.
         """
 
     def note_backward(self, model: int) -> None:
-        """Note that a backward of this participant's model is followed."""
+        """Note that this joined rank follows a backward of this participant's model."""
         return
 
     def note_accumulation(self, model: int) -> None:
@@ -126,19 +126,19 @@ class Driver(Protocol):
         return
 
     def before_backward(self, model: int, loop: int = 0) -> None:
-        """Raise for the backward of a batch whose loop has ended on all ranks, some of which ran out before others.
+        """Raise for the backward of a batch from an uneven loop that has ended on all ranks.
 
         Args:
             model: The index of the model's participant.
             loop: The `loop_number` of the forward, if it is known.
 
         Raises:
-            JoinError: It is such a backward.
+            JoinError: The backward belongs to such a loop.
         """
         return
 
     def before_buffers(self, group: Any) -> None:
-        """Raise, in a step that is the last one of some ranks, if others do not broadcast buffers as this rank does.
+        """Check, in a step that is the last one of some ranks, that other ranks broadcast buffers as this rank does.
 
         Raises:
             JoinError: They do not, and this is this rank's last step.
@@ -146,34 +146,34 @@ class Driver(Protocol):
         return
 
     def before_sharded_backward(self, syncs: bool) -> None:
-        """Raise, in a step that is the last one of some ranks, unless all ranks, or none, reduce gradients.
+        """Check, in a step that is the last one of some ranks, that all ranks, or none, reduce gradients.
 
         Raises:
-            JoinError: Only some do, and this is this rank's last step.
+            JoinError: Only some ranks do, and this is this rank's last step.
         """
         return
 
     def before_notice(self, participant: "Participant") -> None:
-        """Meet the other ranks, if they have not met before this notice of a custom joinable."""
+        """Meet the other ranks, if they have not met yet, when a custom joinable calls `notify_join_context`."""
         return
 
 
 class LoopModel:
-    """A model's participant as seen by a user's loop.
+    """A model's participant, as a user's loop sees it.
 
     Attributes:
         index: The participant's index.
-        forwards: This rank's own forwards since the last tail.
-        synced: How many of these are followed by a backward that averages gradients.
-        holds_unsynced: Whether there are gradients, accumulated without a sync, besides the parameters'.
-        deferred: The forwards that are announced to joined ranks, if any, when their backward starts.
+        forwards: The number of this rank's own forwards since the last tail.
+        synced: How many of these forwards have a backward that averages gradients.
+        holds_unsynced: Whether gradients accumulated without a sync exist outside the parameters' `grad`.
+        deferred: The number of forwards that this rank announces only when their backward starts.
     """
 
     index: int
     forwards = synced = deferred = 0
     holds_unsynced = False
-    _task = -1  # the backward that has reached this model
-    _remembers = -1  # the last one that is remembered at its end
+    _task = -1  # the id of the backward that has reached this model
+    _remembers = -1  # the id of the last backward after which gradients are noted
 
     @property
     def accumulates(self) -> bool:
@@ -182,19 +182,19 @@ class LoopModel:
 
     @property
     def forwards_alone(self) -> bool:
-        """Whether its forwards have no collective."""
+        """Whether the model's forwards issue no collective."""
         return False
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a backward that averages is still to follow the last forward, as far as this rank can tell."""
+        """Whether a backward that averages should still follow the last forward, as far as this rank knows."""
         return False
 
     def check_backward_ended(self) -> None:
         """Raise if an exception has ended this rank's last backward in the middle of averaging.
 
         Raises:
-            JoinError: It has, and user code has caught the exception.
+            JoinError: User code has caught such an exception.
         """
 
     @property
@@ -204,32 +204,32 @@ class LoopModel:
 
     @property
     def will_accumulate(self) -> bool:
-        """Whether the current backward adds to this model's gradients, which are weighted then."""
+        """Whether the current backward adds to this model's gradients, and so weights them."""
         return False
 
     def is_unsynced(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a gradient of this model that no sync has averaged yet, or all of these in one."""
+        """Whether a tensor is a gradient of this model that no sync has averaged yet, or holds all such gradients."""
         return False
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The model, and the modules that it wraps: each has a `zero_grad`."""
+        """The model and the modules that it wraps; each has a `zero_grad`."""
         raise NotImplementedError
 
     def check_can_train(self, has_batch: Callable[[], bool]) -> None:
-        """Raise if this rank cannot run the model itself, and is to do so."""
+        """Raise if this rank has a batch but cannot run the model itself."""
 
     def begin_loop(self) -> None:
         """Start a loop over `batches`."""
 
     def remember(self) -> None:
-        """Note the current gradients, while all ranks have done the same so far: they may be cleared from here on."""
+        """Note the current gradients, while all ranks still agree; from now on user code may clear them."""
 
     def remember_after_backward(self) -> None:
-        """Note them at the end of the current backward."""
+        """Note the gradients at the end of the current backward."""
         if (task := _compat.backward_in_progress()) != self._remembers:
             self._remembers = task
-            # After the wrapper's own callback, which may still have to be queued.
+            # Queue it twice, to run after the wrapper's own callback, which may not be queued yet.
             _compat.after_backward(lambda: _compat.after_backward(self.remember))
 
     @property
@@ -238,10 +238,10 @@ class LoopModel:
         return True
 
     def prepare(self) -> None:
-        """Do, at the top of a step on every rank, work that would later wait for all of them."""
+        """Do, at the top of a step on every rank, work that would later wait for all ranks."""
 
     def changed_buffers(self) -> list[Tensor]:
-        """Return the buffers that this rank has changed since its last forward, if these were noted there."""
+        """Return the buffers that this rank has changed since its last forward, if that forward noted them."""
         return []
 
     def before_handover(self) -> None:
@@ -251,19 +251,19 @@ class LoopModel:
 class Participant:
     """An object passed to `Join`, on this rank.
 
-    On an active rank it announces, in the tail, each action that involves other ranks; on a joined rank `mirror` does
-    the same with neutral values.
+    In the tail, a participant on an active rank announces each action that involves other ranks. On a joined rank,
+    `mirror` repeats the action with neutral values.
 
     Args:
-        driver: The loop, or the steps, that it takes part in.
-        index: Its place among the participants there.
+        driver: The driver of its loop, or of its steps.
+        index: Its index among the driver's participants.
 
     Attributes:
         kinds: The kinds that it may announce, with the types of their payloads: `Any` if it checks them itself.
         closing: The type of its closing message.
         is_model: Whether it belongs to a model, and is a `LoopModel`.
         in_pieces: Whether backwards must be announced piece by piece if they have other collectives.
-        model_parallel_groups: The global ranks, by team, that compute each batch together.
+        model_parallel_groups: The groups of global ranks that compute each batch together.
         is_inside: Whether this rank runs an announced call.
     """
 
@@ -282,28 +282,28 @@ class Participant:
 
     @property
     def owned(self) -> Sequence[str]:
-        """The names of parameters that it trains but does not keep equal on all ranks, such as a rank's expert."""
+        """The names of parameters that are trained but differ between ranks, such as a rank's expert."""
         return ()
 
     def enter(self) -> None:
-        """Install hooks; each piece adds its removal to `_undo`."""
+        """Install hooks, and add the removal of each to `_undo`."""
 
     def exit(self) -> None:
-        """Remove all that was installed."""
+        """Remove all hooks."""
         while self._undo:
             self._undo.pop()()
 
     def override(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Call `call` in place of an object's method, with that as its first argument, until `exit`."""
+        """Replace an object's method by `call`, which gets the method as its first argument, until `exit`."""
         own = getattr(owner, name)
         self._undo.append(replace(owner, **{name: Hook(partial(call, own), copied=own)}))
 
     def is_quiet(self) -> bool:
-        """Whether this rank's calls need no announcement; the ranks meet for that."""
+        """Whether this rank's calls need no announcement; may hold a deferred meeting."""
         return self.members.serves or self.is_inside or not self.tail_log.meet()
 
     def inside(self, run: Callable[[], Any]) -> Any:
-        """Run a call that joined ranks make too: its collectives, and calls in it, need no announcement."""
+        """Run a call that joined ranks make too, so its collectives and inner calls need no announcement."""
         with setting(self, is_inside=True), self.tail_log.own_collectives():
             return run()
 
@@ -317,16 +317,16 @@ class Participant:
         ours: Callable[..., bool] = lambda *_, **__: True,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Announce the calls of an object's method, which joined ranks make as well, in `mirror`.
+        """Announce the calls of an object's method, which joined ranks repeat in `mirror`.
 
         Args:
             owner: The object.
             name: The method.
             kind: The kind of action.
-            payload: Makes the payload of a call's arguments.
-            hold: Whether they may not communicate until the next announcement.
-            ours: Whether joined ranks make a call with these arguments too; asked before the ranks meet for it.
-            after: Called after an announced one.
+            payload: Makes the payload from a call's arguments.
+            hold: Whether to send the announcement with the next one, as the call may not communicate before.
+            ours: Returns whether joined ranks make a call with these arguments too; called before the ranks meet.
+            after: Called after an announced call.
         """
 
         def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -344,9 +344,9 @@ class Participant:
         self.tail_log.announce(self.index, kind, payload, hold)
 
     def announce_open(self, kind: str, payload: Any) -> None:
-        """Announce a payload that may hold users' objects: if it does, it follows the record, to all ranks.
+        """Announce a payload that may hold users' objects; if it does, a broadcast to all ranks follows the record.
 
-        Not in a backward. All active ranks must have payloads of the same types.
+        Do not call this in a backward. The payloads of all active ranks must have the same types.
         """
         if not self.tail_log.meet():
             return
@@ -363,7 +363,7 @@ class Participant:
         """Answer an announcement on a joined rank; see `mirror`.
 
         Raises:
-            JoinError: No active rank can have announced it.
+            JoinError: No active rank can have sent this announcement.
         """
         if isinstance(payload, _objects.Apart):
             payload = _objects.broadcast(None, self.members.leader, self.members.group)
@@ -379,7 +379,7 @@ class Participant:
         """Receive the source's closing message; see `close`.
 
         Raises:
-            JoinError: No active rank can have sent it.
+            JoinError: No active rank can have sent this message.
         """
         try:
             _codec.check(message, self.closing)
@@ -388,24 +388,24 @@ class Participant:
         return self.close(message, source)
 
     def mirror(self, kind: str, payload: Any) -> None:
-        """Do, on a joined rank, the counterpart of an announced action."""
+        """Repeat an announced action on a joined rank, with neutral values."""
         raise NotImplementedError
 
     def before_collective(self, ddps: bool) -> None:
-        """Prepare, on an active rank in the tail, for a collective in backward: DDP's, or another one.
+        """Prepare, on an active rank in the tail, for a collective in backward, by DDP (`ddps`) or by other code.
 
         Raises:
-            UnsupportedError: Joined ranks cannot take part in it there.
+            UnsupportedError: Joined ranks cannot take part in this collective.
         """
 
     def before_all_ranks(self) -> None:
-        """Announce to joined ranks, in the tail, the state of this rank that they lack before a common action."""
+        """Announce to joined ranks, in the tail, the state that they need before an action of all ranks."""
 
     def after_all_ranks(self) -> None:
-        """Note that all ranks, also joined ones, have done the same to the participants."""
+        """Note that all ranks, including joined ones, have taken the same action on the participants."""
 
     def enter_tail(self) -> None:
-        """Act on the start of a tail: some rank has joined, and this one is active."""
+        """Act on the start of a tail: some rank has joined, and this rank is active."""
 
     def leave_tail(self) -> None:
         """Act on the end of a tail: all ranks have joined."""
@@ -417,7 +417,7 @@ class Participant:
         """Act, on every rank, on the source's `closing_message`; the tail is over.
 
         Returns:
-            A function for work in which ranks wait for each other; meanwhile other messages are on their way.
+            A function for work in which ranks wait for each other, called while other messages are on their way.
         """
 
     def after_all(self, is_last_joiner: bool) -> None:

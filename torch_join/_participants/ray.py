@@ -1,4 +1,4 @@
-"""Ray Train: reports inside uneven loops, and other calls that take all workers."""
+"""Ray Train: reports inside uneven loops, and other calls that wait for all workers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class Report(Joinable):
-    """`ray.train.report` for the body of an uneven loop: workers that have run out of batches take part.
+    """`ray.train.report` for the body of an uneven loop: workers that have run out of batches report too.
 
     ```python
     report = Report()
@@ -25,28 +25,27 @@ class Report(Joinable):
             report({"loss": loss.item()}, checkpoint)
     ```
 
-    Call it like `ray.train.report`, on all workers that have a batch, at the same step, after its forward.
-    Ray keeps the metrics of rank 0; if that worker has run out of batches, it reports those of the lowest rank that has
-    one. The checkpoint is that of the rank that gives one: `join.active_ranks[0]`, say. Outside a `with` it is
-    `ray.train.report`.
+    Call it like `ray.train.report`, on all workers that have a batch, at the same step, after the step's forward.
+    Ray keeps the metrics of rank 0. If that worker has run out of batches, it reports those of the lowest active rank.
+    Pass the checkpoint on one rank, such as `join.active_ranks[0]`. Outside a `with`, calls go to `ray.train.report`.
     """
 
-    has_group = False  # it takes part in the group of the others
+    has_group = False  # it uses the process group of the other joinables
     _part: "ReportParticipant | None" = None
 
     def __init__(self) -> None:
         super().__init__()
 
     def __call__(self, metrics: dict[str, Any], checkpoint: Any = None, **options: Any) -> None:
-        """Report metrics, and perhaps a checkpoint; all workers that have a batch call this.
+        """Report metrics, and optionally a checkpoint; all workers that have a batch call this.
 
         Args:
-            metrics: As for `ray.train.report`: numbers, texts and the like.
+            metrics: As for `ray.train.report`: numbers, strings and the like.
             checkpoint: A `ray.train.Checkpoint` of this worker, if it has written one.
             **options: The other arguments of `ray.train.report`.
 
         Raises:
-            JoinTypeError: Another rank is to report `metrics`, which cannot be pickled.
+            JoinTypeError: Another rank has to report `metrics`, but they cannot be pickled.
         """
         if self._part is None:
             _report(metrics, checkpoint=checkpoint, **options)
@@ -57,7 +56,7 @@ class Report(Joinable):
         """Refuse torch's own `Join`.
 
         Raises:
-            UnsupportedError: It would not know whose metrics count.
+            UnsupportedError: Always: torch's `Join` does not know whose metrics count.
         """
         raise UnsupportedError(
             "Report works in torch_join.Join and in the front ends built on it, not in torch's own Join. Pass it to"
@@ -66,7 +65,7 @@ class Report(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """A device, since torch's joinables have one; this one needs none."""
+        """The CPU: torch's joinables have a device, but this one does not need it."""
         return torch.device("cpu")
 
     @property
@@ -76,14 +75,14 @@ class Report(Joinable):
 
 
 class _Reported(NamedTuple):
-    """The report of joined ranks: users' objects, which are sent pickled over the process group."""
+    """The report for joined ranks: users' objects, sent pickled over the process group."""
 
     metrics: dict[str, Any]
-    checkpoint_dir_name: str | None  # Ray uses that of rank 0
+    checkpoint_dir_name: str | None  # Ray uses rank 0's name
 
 
 class ReportParticipant(Participant):
-    """Makes joined ranks report the same as the lowest active one."""
+    """Makes joined ranks report the metrics of the lowest active rank."""
 
     kinds: ClassVar[dict[str, Any]] = {"report": None}
     tail_log: Any  # of a loop: a `TailLog`
@@ -93,7 +92,7 @@ class ReportParticipant(Participant):
         self._joinable = joinable
 
     def renew(self) -> None:
-        """Do nothing: nothing is kept between epochs."""
+        """Do nothing, since there is no state to renew between epochs."""
 
     def enter(self) -> None:
         self._undo.append(replace(self._joinable, _part=self))
@@ -130,7 +129,7 @@ class RayParticipant(Participant):
 
 
 def runs_in_ray() -> bool:
-    """Whether Ray Train runs this process, and so all ranks."""
+    """Whether Ray Train runs this process, and so runs all ranks."""
     return _compat.train_worker() is not None
 
 

@@ -1,8 +1,8 @@
-"""A warning for a torchmetrics metric that was not passed to `Join` and syncs in a tail.
+"""Warns about a torchmetrics metric that was not passed to `Join` and syncs in a tail.
 
-Joined ranks contribute zeros to the collectives of its sync, which its states then count: a minimum of 0, a mean over
-too many. Metrics that were given sync in their own way, so none of them gets here. The check runs only when the active
-ranks gather while some rank has joined.
+Joined ranks contribute zeros to the collectives of its sync, and the metric counts them: the minimum becomes 0, a mean
+is over too many values. Metrics passed to `Join` sync in their own way, so this check does not see them. It runs only
+when the active ranks gather while some rank has joined.
 """
 
 import sys
@@ -19,7 +19,7 @@ def notice_metric(operation: str) -> None:
     """Warn, once per metric, if a metric in this thread gathers.
 
     Args:
-        operation: The collective that the active ranks are about to issue.
+        operation: The name of the collective that the active ranks are about to issue.
     """
     if not operation.startswith("all_gather"):
         return

@@ -1,9 +1,9 @@
-"""A DDP model that is trained in the loop but was not passed to `Join`: joined ranks would not know of it.
+"""Raises for a DDP model that is trained in the loop but was not passed to `Join`: joined ranks do not follow it.
 
-Its buckets would wait for theirs, or be taken for another model's. A search through all objects of the process would
-find such models, but takes 40 ms in each tail. So in the first step of a tail the forwards of all modules are watched,
-and then the gradients of such a model, since it may be a teacher that is only read. Later ones are noticed when the
-first bucket is due and no given model is in backward.
+Its buckets would wait for joined ranks, or be paired with another model's. A search through all objects of the process
+would find such models, but takes 40 ms in each tail. So in the first step of a tail, hooks watch the forwards of all
+modules, and then the gradients of such a model, since it may be a teacher that is not trained. Models that run later
+are noticed when their first bucket is due and no model passed to `Join` is in backward.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class UnregisteredModelParticipant(Participant):
-    """Raises when such a model is about to train while ranks of its process group have joined."""
+    """Raises when an unregistered model is about to train while ranks of its process group have joined."""
 
     def __init__(self, driver: Driver, index: int, joinables: Sequence[Any]) -> None:
         super().__init__(driver, index)
@@ -56,14 +56,14 @@ class UnregisteredModelParticipant(Participant):
                 raise missing_model(joined)
 
         if any(p.grad is not None for p in ddp.parameters()):
-            trains()  # its forward may have its own collective
+            trains()  # now, since its forward may issue a collective
         for parameter in ddp.parameters():
             if parameter.requires_grad:
                 self._undo.append(get_gradient_edge(parameter).node.register_prehook(trains).remove)
 
 
 def missing_model(joined: Sequence[int]) -> UnsupportedError:
-    """Return the error."""
+    """Return the error for a model that was not passed to `Join`."""
     return UnsupportedError(
         "A DistributedDataParallel model that was not passed to Join is trained in its loop. The all-reduce of its"
         f" gradients would wait for {name_ranks(joined)}: joined, and not following this model. Pass every such model"

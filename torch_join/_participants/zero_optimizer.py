@@ -1,7 +1,7 @@
 """ZeroRedundancyOptimizer: a joined rank still owns a shard, and must step it.
 
-It steps with the parameters, gradients and hyperparameters that the active ranks have at that time, which users change
-in ways that cannot be announced (clamping, clipping, schedulers): so the lowest active rank sends them.
+It steps with the parameters, gradients and hyperparameters that the active ranks have at that time. User code changes
+these in ways that cannot be announced (clamping, clipping, schedulers), so the lowest active rank sends them.
 """
 
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ class ShardedOptimizerParticipant(Participant):
     """A `ZeroRedundancyOptimizer` in a plain loop.
 
     Raises:
-        UnsupportedError: It has `overlap_with_ddp=True`.
+        UnsupportedError: The optimizer has `overlap_with_ddp=True`.
     """
 
     kinds: ClassVar[dict[str, Any]] = {"step": tuple[list[dict[str, Any]], dict[int, list[bool]], list[bool], bool]}
@@ -36,7 +36,7 @@ class ShardedOptimizerParticipant(Participant):
                 " follow. Use overlap_with_ddp=False."
             )
         self.zero = zero
-        self._had_state = False  # after the last step: if the state is gone since, the optimizer was made to forget it
+        self._had_state = False  # after the last step: if the state is missing now, user code has cleared it
 
     def enter(self) -> None:
         self._undo.append(_compat.configure(self.zero))
@@ -52,7 +52,7 @@ class ShardedOptimizerParticipant(Participant):
 
     def _send(self) -> AbstractContextManager[None]:
         shards = {rank: _compat.zero_shard(self.zero, rank) for rank in self.members.joined_ranks}
-        trains = [p.requires_grad for p in self._parameters()]  # ZeRO lays out its buckets anew when this changes
+        trains = [p.requires_grad for p in self._parameters()]  # ZeRO rebuilds its buckets when this changes
         present = {rank: [p.grad is not None for p in shard] for rank, shard in shards.items()}
         self.announce_open("step", (group_options(self.zero), present, trains, self._has_forgotten))
         with self.tail_log.own_collectives():
@@ -91,7 +91,7 @@ class ShardedOptimizerParticipant(Participant):
             else:
                 shapes = [*(p for p, has in zip(shard, present[rank], strict=True) if has), *shard]
                 self._exchange([torch.zeros_like(p) for p in shapes])
-        with _compat.without_step_hooks(self.zero):  # the active ranks' hooks have run before they sent
+        with _compat.without_step_hooks(self.zero):  # the active ranks' hooks ran before they sent
             self.zero.step()
 
     def closing_message(self) -> bool:

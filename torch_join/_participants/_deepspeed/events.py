@@ -1,6 +1,6 @@
-"""An engine's events: announced on an active rank, replayed on a joined one with zeros for gradients.
+"""An engine's events: an active rank announces them, a joined rank replays them with zeros for gradients.
 
-From the start of a forward to the end of its backward, an engine's communication is a function of these events
+From the start of a forward to the end of its backward, an engine's communication depends on these events
 
     the engine's forward starts                  optimizer.clear_backward_seen_flag()                stages 1 to 3
     the root module's forward starts             coordinator.reset_step()                            stage 3
@@ -10,13 +10,13 @@ From the start of a forward to the end of its backward, an engine's communicatio
     a parameter's gradient is there              optimizer.process_gradients, or                     stages 1, 2
                                                  optimizer.reduce_ready_partitions_and_remove_grads  stage 3
 
-and of the engine's own state: traces, prefetched parameters, buckets, micro steps. A joined rank that makes the same
+and on the engine's own state: traces, prefetched parameters, buckets, micro steps. A joined rank that makes the same
 calls in the same order issues the same collectives, with its own shards, and its engine has the same state afterwards.
-Every rank itself runs what follows (the epilogue of the backward, overflows, the norm, the step, its scheduler).
+Every rank itself runs the rest: the epilogue of the backward, overflow checks, the norm, the step, its scheduler.
 
-Following only the collectives would leave that state stale, by which stage 3 decides what to gather next. A graph of
-zeros in place of the model's would produce gradients in another order; and stages 1 and 2 fill a bucket in their order,
-and add its n-th slice to the other ranks' n-th.
+Following only the collectives would leave that state stale, and stage 3 uses it to decide which parameters to gather
+next. A graph of zeros instead of the model's graph would produce gradients in another order. Stages 1 and 2 fill a
+bucket in the order of the gradients, and add its n-th slice to the n-th slices of other ranks.
 
 Seen in DeepSpeed 0.19.8.
 """
@@ -38,7 +38,7 @@ from torch_join._participants.participant import Driver, Participant
 
 
 class EngineParticipant(Participant):
-    """A `DeepSpeedEngine`, whose events are announced and followed.
+    """A `DeepSpeedEngine`: announces its events on an active rank, and follows them on a joined rank.
 
     Args:
         driver: See `Participant`.
@@ -49,13 +49,13 @@ class EngineParticipant(Participant):
         parameters: All parameters, in the same order on all ranks.
 
     Raises:
-        UnsupportedError: The engine uses a feature in which no joined rank could take part.
+        UnsupportedError: The engine uses a feature in which a joined rank cannot take part.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
         "forward": type(None),
         "reset": type(None),
-        "module": tuple[int, int, list[tuple[int, bool]]],  # phase, module, its parameters of other modules
+        "module": tuple[int, int, list[tuple[int, bool]]],  # phase, module, other modules' parameters that it uses
         "gather": list[int],
         "partition": list[int],
         "prologue": list[int],  # the parameters that do not train
@@ -116,7 +116,7 @@ class EngineParticipant(Participant):
         return self.members.serves or self.is_inside or self.tail_log.is_quiet()
 
     def _tell_before(self, owner: Any, name: str) -> None:
-        """Send held announcements before a function's collectives, and not before they are complete."""
+        """Send the held announcements, which are then complete, right before a function that issues collectives."""
 
         def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.members.announces:
@@ -127,8 +127,8 @@ class EngineParticipant(Participant):
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
-        """Put around a backward, which may be that of a loss that counts 0."""
-        # In stages 0 and 1 a gradient is added to the existing one. In stage 3 a watch would hold empty shards' nodes.
+        """Wrap a backward; if its loss counts 0 (`counts_nothing`), replace gradients that are not finite."""
+        # In stages 0 and 1 gradients are added to existing ones. In stage 3 a watch would hold nodes of empty shards.
         watched = [p for p in self.parameters if p.requires_grad and counts_nothing and self.stage < 2]
         with setting(self, _counts_nothing=counts_nothing and self.stage > 1), leaving_out(watched):
             yield
@@ -139,7 +139,7 @@ class EngineParticipant(Participant):
         return original(parameter, *args)
 
     def say_present(self) -> None:
-        """Announce, before the epilogue, which gradients there are, if they were not announced as they came."""
+        """Announce, before the epilogue, which gradients exist, unless they were announced one by one."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])
 
@@ -153,7 +153,7 @@ class EngineParticipant(Participant):
         return [self._number(each) for each in ([parameter] if param_list is None else param_list)]
 
     def _of_module(self, phase: int, module: Any) -> tuple[int, int, list[tuple[int, bool]]]:
-        # Not by DeepSpeed's own number, which counts the modules of all engines in a process.
+        # Do not use DeepSpeed's own number, which counts the modules of all engines in a process.
         externals = [(self._number(p), dangles) for p, dangles in _compat.externals_of(module)]
         return phase, self._places[id(module)], externals
 
@@ -179,14 +179,14 @@ class EngineParticipant(Participant):
         elif kind == "forward":
             self.engine.optimizer.clear_backward_seen_flag()
         else:
-            # The active ranks' code may have frozen parameters in this tail: stage 3 reduces no gradients of these.
+            # Code on the active ranks may have frozen parameters in this tail; stage 3 does not reduce their gradients.
             if payload != self._frozen():
                 for number, parameter in enumerate(self.parameters):
                     parameter.requires_grad_(number not in payload)
             self.engine._backward_prologue()
 
     def without(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the parameters except these."""
+        """Return the parameters except those with these numbers."""
         left_out = {*numbers}
         return [parameter for number, parameter in enumerate(self.parameters) if number not in left_out]
 
@@ -197,14 +197,14 @@ class EngineParticipant(Participant):
 
     def _fill(self, parameter: Any) -> None:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)  # whole, also in stage 3: its module is gathered now
+            parameter.grad = torch.zeros_like(parameter)  # whole even in stage 3, where its module is gathered now
 
     def _pass_module(self, phase: int, number: int, externals: list[tuple[int, bool]]) -> None:
         if not 0 <= number < len(self._modules) or not 0 <= phase < len(_compat.PHASES):
             raise foreign("a record of an engine", f"phase {phase} of module {number}")
         module = self._modules[number]
-        # A module's use of another one's parameter is noticed in its forward, and known from then on. This rank may
-        # have run none, and would prefetch fewer than the others.
+        # A module's forward shows that it uses another module's parameter. This rank may have run no forward since, and
+        # would prefetch fewer parameters than the other ranks.
         for parameter, dangles in externals:
             _compat.add_external(module, self._parameter(parameter), dangles)
         getattr(_compat.offload_of(self.engine), _compat.PHASES[phase])(module)

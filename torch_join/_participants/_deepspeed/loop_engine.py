@@ -1,10 +1,10 @@
 """An engine in a user's loop.
 
-Besides its events, four calls are announced, and a joined rank makes them itself: `backward`, `step`,
-`set_gradient_accumulation_boundary` and `zero_grad`; and so are checkpoints. So micro steps, accumulation, clipping,
-loss scales, the engine's scheduler and checkpoints are equal on every rank, and nothing is handed over.
+Besides the engine's events, an active rank announces calls of `backward`, `step`, `set_gradient_accumulation_boundary`
+and `zero_grad`, and of the checkpoint methods. A joined rank makes these calls too. So micro steps, accumulation,
+clipping, loss scales, the engine's scheduler and checkpoints are equal on every rank, and nothing is handed over.
 
-`engine.backward` receives the loss, whose gradient is weighted right there.
+`engine.backward` receives the loss, so the loss's gradient is weighted there.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
 
     kinds: ClassVar[dict[str, Any]] = {
         **EngineParticipant.kinds,
-        "backward": tuple[bool, list[int] | None],  # whether inside no_sync; the gradients present, if any stay
+        "backward": tuple[bool, list[int] | None],  # whether inside no_sync; the gradients that exist, if they stay
         "epilogue": _NOTHING,
         "step": tuple[bool, Options],  # whether called on the engine
         "options": Options,
@@ -49,7 +49,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
     def __init__(self, driver: Driver, index: int, engine: Any) -> None:
         super().__init__(driver, index, engine)
         self._forwarded_in = 0  # the loop of the last forward
-        # In stage 0 each rank holds, and steps, all gradients: these are the ones known to the other ranks.
+        # In stage 0 each rank holds all gradients, and steps with them: these are the gradients that other ranks know.
         self._gradients: list[tuple[Tensor | None, int]] = []
 
     def enter(self) -> None:
@@ -107,7 +107,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
                 )
             self._check_gradients(cleared=True)
             present = [n for n, p in enumerate(self.parameters) if p.grad is not None]
-            stay = self.stage < 2  # else each micro-batch's gradients are moved away
+            stay = self.stage < 2  # else DeepSpeed moves each micro-batch's gradients away
             self.announce("backward", (bool(self.engine.inside_no_sync_ctxt), present if stay else None))
         factor = self.members.loss_factor
         weighs = factor != 1.0 and loss.requires_grad
@@ -129,7 +129,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         original()
 
     def _is_in_an_engines_backward(self) -> bool:
-        """Whether a given engine runs its backward, which may go through others: a discriminator, for example."""
+        """Whether an engine passed to `Join` runs its backward, which may go through others, as a discriminator."""
         engines = (each.engine for each in self.tail_log.participants if isinstance(each, LoopEngineParticipant))
         return any(map(_compat.is_in_backward, engines))
 
@@ -160,7 +160,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         return self.inside(partial(original, *args, **kwargs))
 
     def _check_gradients(self, cleared: bool) -> None:
-        """Raise if gradients that joined ranks have too were changed; with `cleared` they may be gone."""
+        """Raise if user code changed gradients that joined ranks hold too; with `cleared` it may have cleared them."""
         for parameter, (gradient, version) in zip(self.parameters, self._gradients, strict=False):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
@@ -171,7 +171,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
                 )
 
     def before_all_ranks(self) -> None:
-        # A user's scheduler may have changed them since the last step; each rank saves those of its own shard.
+        # A user's scheduler may have changed them since the last step, and each rank saves them with its own shard.
         self.announce_open("options", _compat.options_of(self.engine))
 
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:
@@ -232,7 +232,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         options, trains, modes = message
         if self.members.rank != source:
             _compat.take_options(self.engine, options)
-        # Set by the active ranks' code, which has not run here.
+        # Code on the active ranks has set these; it has not run here.
         for parameter, trained in zip(self.parameters, trains, strict=True):
             parameter.requires_grad_(trained)
         for module, mode in zip(self.engine.module.modules(), modes, strict=True):
@@ -242,5 +242,5 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
 
 
 def _state_of(parameter: Any) -> tuple[Tensor | None, int]:
-    """Return a record that shows later whether a gradient was changed."""
+    """Return a parameter's gradient and its version, which show later whether the gradient was changed."""
     return parameter.grad, -1 if parameter.grad is None else parameter.grad._version

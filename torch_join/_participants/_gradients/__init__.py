@@ -1,4 +1,4 @@
-"""What has happened to a model's gradients on one rank, as far as other ranks must know it.
+"""Finds out how user code has changed a model's gradients on one rank, for the other ranks.
 
-Begin with: `evidence.py`.
+Start reading at `evidence.py`.
 """

@@ -1,14 +1,14 @@
-"""What has happened to a model's gradients since a moment at which all ranks had done the same with them.
+"""Finds out what has happened to a model's gradients since all ranks last treated them in the same way.
 
 A joined rank holds gradients too: the last average, or gradients that it accumulated without a sync. Whether these
-still count depends on what the active ranks do to theirs, and users clear gradients in ways that are not announced:
-`zero_grad` either way, `p.grad = None`, `p.grad.data.zero_()`, another tensor in its place. So an active rank
-remembers, per parameter, the tensor (weakly: addresses are reused), its version, and after a backward without a sync
-its norm and sum; later it concludes from these what was cleared. After a sync the norm need not be known: if joined
-ranks hold an average, and an active rank has nothing or zero in its place, it was cleared. Where nothing can be seen
-(no gradient before and now; zero before and now), the optimizer's `zero_grad` decides, if the loop uses it, and then
-the other parameters. If these show nothing either, the verdict is `UNKNOWN`: a joined rank that holds its own gradients
-asks the other active ranks, and raises if they do not know.
+still count depends on the active ranks, where user code clears gradients in ways that are not announced: `zero_grad`
+with either option, `p.grad = None`, `p.grad.data.zero_()`, or a new tensor. So an active rank remembers, per parameter,
+the tensor (weakly: addresses are reused) and its version, and after a backward without a sync its norm and sum. Later
+it infers from these which gradients were cleared. After a sync no norm is needed: joined ranks hold the average, so a
+missing or zero gradient on an active rank was cleared. If nothing differs (no gradient, or zero, before and now), the
+optimizer's `zero_grad` decides, if the loop uses it, and otherwise the other parameters. If these show nothing either,
+the verdict is `UNKNOWN`: a joined rank that holds its own gradients asks the other active ranks, and raises if they do
+not know.
 """
 
 import math
@@ -36,11 +36,10 @@ class Gradients:
 
     Args:
         parameters: The parameters, or objects that have one gradient for several `parameters`.
-        clears: The watches on `zero_grad` of the optimizers that may step them, and of models.
-        views: Whether gradients share memory with others, or parts of them do not count, so that a version covers these
-            too.
+        clears: The watches on `zero_grad` of the models, and of optimizers that may step these parameters.
+        views: Whether a gradient's version also changes for other gradients in its memory, or for unused parts of it.
         sparse: The `id` of each parameter whose gradients are sparse.
-        units: For each of `parameters`, the number of the unit in which it is sharded.
+        units: For each parameter, the number of the unit in which it is sharded.
     """
 
     def __init__(
@@ -57,27 +56,27 @@ class Gradients:
         self._views = views
         self._units = [0] * len(parameters) if units is None else units
         self._known: list[Known] = [None] * len(parameters)
-        self._measures: Sequence[Measure] = [None] * len(parameters)  # of the same moment; None after a sync
+        self._measures: Sequence[Measure] = [None] * len(parameters)  # noted with `_known`; `None` after a sync
         self._clears = clears
-        self._calls = [each.calls for each in clears]  # at that moment
+        self._calls = [each.calls for each in clears]  # noted with `_known`
         self.begin_loop()
 
     def begin_loop(self) -> None:
-        """Start a loop: from here on it shows how it clears gradients."""
+        """Start a loop: count from here on how it clears gradients."""
         self._begin = [(each.calls, each.steps) for each in self._clears]
 
     def remember(self, accumulates: bool) -> None:
         """Remember the current gradients.
 
         Args:
-            accumulates: Whether the ranks' gradients differ, since the last backward did not sync.
+            accumulates: Whether the ranks' gradients differ, because the last backward did not sync.
         """
         gradients = [p.grad for p in self.parameters]
         self._know(gradients)
         self._measures = _measure(gradients) if accumulates else [None] * len(gradients)
 
     def refresh(self) -> None:
-        """Remember the current gradients, and keep their known measures: no gradient is read."""
+        """Remember the current gradients and keep their known measures, without reading a gradient."""
         gradients = [p.grad for p in self.parameters]
         measures = [
             measure if is_known(gradient, before) else None
@@ -87,7 +86,7 @@ class Gradients:
         self._measures = measures
 
     def rebind(self) -> None:
-        """Take the current gradients, if they are views, for the remembered ones: new tensors of equal contents."""
+        """If gradients are views, remember the current ones: new tensors with the contents of the remembered ones."""
         if not self._views:
             return
         self._known = [
@@ -100,11 +99,11 @@ class Gradients:
         self._calls = [each.calls for each in self._clears]
 
     def states(self) -> list[State]:
-        """Return what has happened to each since then."""
+        """Return what has happened to each gradient since it was remembered."""
         gradients = [p.grad for p in self.parameters]
         if self._are_whole and None not in self._known and not [g for g in gradients if g is not None]:
             return [State(CLEARED, NONE)] * len(gradients)  # the usual case, by `zero_grad()`
-        measures = [*_measure(gradients), *self._measures]  # the current ones, and then those of that moment
+        measures = [*_measure(gradients), *self._measures]  # the current ones, then the remembered ones
         numbers = _read([value for measure in measures for value in measure or (None, None)])
         values = list(zip(numbers[::2], numbers[1::2], strict=True))
         before = values[len(gradients) :]
@@ -119,7 +118,7 @@ class Gradients:
             return State(UNKNOWN if known is None else CLEARED, NONE)
         content = FULL if norm != 0 else ZERO
         if known is None or known[0]() is not gradient or (known[1] != versions(gradient) and not self._views):
-            # An empty shard does not show whether other ranks hold zeros now: see `_decide`.
+            # An empty shard does not show whether other ranks' shards are zero now: see `_decide`.
             is_empty = gradient.numel() > 0 and not _compat.local_part(gradient).numel()
             return State(CHANGED if content == FULL or is_empty else CLEARED, content)
         if before is None:  # an average, which joined ranks hold too
@@ -132,7 +131,7 @@ class Gradients:
         """Replace `UNKNOWN` if there is evidence elsewhere; a gradient of several parameters may be cleared in part.
 
         Raises:
-            JoinError: There is none in its unit, and the others were cleared without a trace.
+            JoinError: There is no evidence in its unit, and other units' gradients were cleared without a trace.
         """
         called: dict[int, bool] = {}  # several objects may clear one parameter
         for each, calls, begin in zip(self._clears, self._calls, self._begin, strict=True):
@@ -157,9 +156,8 @@ class Gradients:
                 if calls_of:
                     return CLEARED if any(calls_of) else KEPT
                 if cleared and not has_evidence and holder.grad is not None:
-                    # While a unit is whole or in parts (between forward and backward, after an evaluation), the
-                    # module's parameters
-                    # are others, so that code which clears their gradients does not reach this shard.
+                    # While a unit is gathered (between forward and backward, after an evaluation), the module has other
+                    # parameters, and code that clears their gradients does not reach this shard.
                     if leaves_traces:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
@@ -170,10 +168,10 @@ class Gradients:
                         )
                 if kept != cleared:
                     return KEPT if kept else CLEARED
-                # A zero was there when others were cleared. A missing gradient may be part of an accumulation.
+                # A zero gradient existed when others were cleared. A missing one may be part of an accumulation.
                 return UNKNOWN if not kept else CLEARED if content == ZERO else KEPT
             if 0 < sum(calls_of) < len(_parameters(holder)):
-                return CHANGED  # a rank's shard may hold nothing of those
+                return CHANGED  # some rank's shard may hold nothing of the cleared parameters
             is_cleared = verdict == CHANGED and content == ZERO and (any(calls_of) or (cleared and not kept))
             return CLEARED if is_cleared else verdict
 
@@ -183,10 +181,10 @@ class Gradients:
         ]
 
     def raise_if_changed(self, states: Sequence[State], members: Membership) -> None:
-        """Raise if a gradient was changed by hand before the next backward accumulates into it.
+        """Raise if user code has changed a gradient before the next backward accumulates into it.
 
         Raises:
-            JoinError: One was, and joined ranks cannot know of it.
+            JoinError: User code has changed a gradient, which joined ranks cannot know.
         """
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
@@ -203,7 +201,7 @@ class Gradients:
         Args:
             states: The active rank's states.
             accumulates: Whether this rank holds gradients that it accumulated without a sync.
-            ask: Returns the verdict of the other active ranks. `None` if no backward comes next, which would need it.
+            ask: Returns the verdict of the other active ranks; `None` if no backward comes next, which would need it.
 
         Raises:
             JoinError: It is unknown whether this rank's gradients were cleared.
@@ -233,9 +231,9 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter) if isinstance(parameter, Tensor) else parameter.zeros()
 
     def differing(self, states: Sequence[State], accumulates: bool) -> list[int]:
-        """Return the averages that an active rank has kept, but that differ from this rank's: changed without a trace.
+        """Return the places of averages that differ from an active rank's, so that code has changed them untraced.
 
-        `GradScaler.unscale_` leaves no trace, for example.
+        For example, `GradScaler.unscale_` leaves no trace.
         """
         if accumulates or all(state.norm is None for state in states):
             return []
@@ -248,7 +246,7 @@ class Gradients:
         ]
 
     def raise_if_differing(self, states: Sequence[State], accumulates: bool, joined_amid: bool) -> None:
-        """Raise if there are any before the next backward accumulates into them.
+        """Raise if any averages differ (see `differing`) before the next backward accumulates into them.
 
         Args:
             states: The active ranks' states.
@@ -256,7 +254,7 @@ class Gradients:
             joined_amid: See `Driver`.
 
         Raises:
-            JoinError: There are.
+            JoinError: An average differs.
         """
         for index in self.differing(states, accumulates)[:1]:
             between = (
@@ -273,10 +271,10 @@ class Gradients:
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:
-        """Raise on a joined rank that holds a share of a gradient which an active rank has changed by hand.
+        """Raise on a joined rank that holds a share of a gradient which code on an active rank has changed.
 
         Raises:
-            JoinError: It does, and the loop has ended.
+            JoinError: This rank holds such a share when the loop has ended.
         """
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             if state.verdict == CHANGED and holds_something(parameter.grad):
@@ -287,7 +285,7 @@ class Gradients:
                 )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the gradients, or a copy of one, or all of them concatenated."""
+        """Whether a tensor is a gradient, a copy of one, or all gradients concatenated."""
         gradients = [p.grad for p in self.parameters if p.grad is not None and p.grad.layout is torch.strided]
         if tensor.layout is not torch.strided or not gradients:
             return False
@@ -300,10 +298,10 @@ class Gradients:
         return any(tensor.shape == each.shape and torch.equal(tensor.to(each), each) for each in gradients)
 
     def raise_if_reduced(self, accumulates: bool) -> None:
-        """Raise on a joined rank that holds a share of gradients which the active ranks reduce by hand.
+        """Raise on a joined rank that holds a share of gradients which code on the active ranks reduces itself.
 
         Raises:
-            JoinError: It does: its share would be left out.
+            JoinError: This rank holds such a share, which would be left out.
         """
         for index, parameter in enumerate(self.parameters if accumulates else ()):
             if holds_something(parameter.grad):
@@ -314,7 +312,7 @@ class Gradients:
                 )
 
     def raise_unknown(self, index: int = 0) -> None:
-        """Raise, since it is unknown whether this rank's gradient of a parameter still counts.
+        """Raise because it is unknown whether this rank's gradient of a parameter still counts.
 
         Raises:
             JoinError: Always.

@@ -1,13 +1,13 @@
 """Active ranks' reports on their gradients at the start of a backward, and how joined ranks follow.
 
-The lowest active rank announces it. The others' evidence counts where that one has none.
+The lowest active rank announces its report. If it has no evidence, that of the other active ranks counts.
 
-At a backward that averages, which all active ranks run, each leaves its verdicts since the last such one, without
-waiting. They are named by the number of such backwards so far, since ranks may skip backwards that do not average. A
-joined rank reads them if it holds gradients for which the leader cannot tell whether they count; at a backward that
-does not average it only notes the doubt.
+At a backward that averages, which all active ranks run, each of them stores its verdicts since the last such backward,
+without waiting. The key is the number of such backwards so far, since ranks may skip backwards that do not average. A
+joined rank reads the verdicts if the leader does not know whether that rank's gradients still count. At a backward that
+does not average, it only notes the doubt.
 
-Verdicts are kept for a while (`Channel.keep`): if the host does not wait for an average (on an accelerator, or if a
+Ranks keep verdicts for a while (`Channel.keep`): if the host does not wait for an average (on an accelerator, or if a
 communication hook makes none), active ranks may be some backwards ahead of joined ones.
 """
 
@@ -32,37 +32,37 @@ class OtherVerdicts:
     Args:
         driver: The participant's driver.
         index: The participant's index.
-        shards: Whether each rank's gradients belong to another shard: a zero one may be missing elsewhere.
+        shards: Whether each rank's gradients belong to another shard; a gradient that is zero here may be none there.
     """
 
     def __init__(self, driver: Driver, index: int, shards: bool = False) -> None:
         self._clears = (CLEARED, UNKNOWN) if shards else (CLEARED,)
         self._driver = driver
         self._index = index
-        self._words: list[_Word] = []  # of the backwards since the last one that averaged
+        self._words: list[_Word] = []  # from the backwards since the last one that averaged
         self._doubted = 0  # the number of active ranks at this joined rank's first doubt since then
-        self._averages = 0  # over all tails: no name is used twice
+        self._averages = 0  # counted over all tails, so that no key is used twice
 
     def found(self, gradients: Gradients, averages: bool) -> Runs:
         """Return an active rank's announcement about its gradients at the start of a backward.
 
         Raises:
-            JoinError: They were changed in a way that joined ranks do not know of.
+            JoinError: User code has changed the gradients in a way that joined ranks cannot know.
         """
         states = gradients.states()
         gradients.raise_if_changed(states, self._driver.members)
-        # A rank that asks waits for all of them, also for ranks that have left out its accumulated gradients.
+        # A rank that asks waits for all active ranks, even for those that have left out its accumulated gradients.
         self.leave(common_verdict([state.verdict for state in states]), averages)
         return runs_of(states)
 
     def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:
-        """Repeat, on a joined rank, what the active ranks have done to their gradients at the start of a backward.
+        """Repeat on a joined rank, at the start of a backward, what the active ranks have done to their gradients.
 
         Args:
             gradients: This rank's gradients.
             runs: The active ranks' announcement.
             averages: Whether the backward averages.
-            accumulates: Whether this rank holds its own part: a share that was not averaged yet, or a shard.
+            accumulates: Whether this rank's gradients are its own: a share that was not averaged yet, or a shard.
         """
         states = states_of(runs, len(gradients.parameters))
         verdict = self.begin_average() if averages else None
@@ -74,7 +74,7 @@ class OtherVerdicts:
         gradients.follow(states, accumulates, self.ask if averages else self.doubt)
 
     def leave(self, verdict: str, averages: bool) -> None:
-        """Leave a verdict on an active rank that is about to announce a backward."""
+        """Store a verdict, on an active rank that is about to announce a backward."""
         word = len(self._driver.members.active), verdict
         if self._words[-1:] != [word]:
             self._words.append(word)
@@ -88,7 +88,7 @@ class OtherVerdicts:
         self._words, self._doubted = [], 0
 
     def doubt(self) -> str:
-        """Note, on a joined rank, the leader's doubt at a backward that does not average; keep gradients for now."""
+        """Note, on a joined rank, that the leader is in doubt at a backward that does not average; return `KEPT`."""
         self._doubted = self._doubted or len(self._driver.members.active)
         return KEPT
 
@@ -97,7 +97,7 @@ class OtherVerdicts:
 
         Raises:
             PeerFailedError: An active rank has failed.
-            JoinTimeoutError: One of them has not come to this backward.
+            JoinTimeoutError: An active rank has not come to this backward.
         """
         self._averages += 1
         since, self._doubted = self._doubted, 0
@@ -107,7 +107,7 @@ class OtherVerdicts:
         return common_verdict(next((one for one in (CLEARED, UNKNOWN, KEPT) if one in each), UNKNOWN) for each in found)
 
     def ask(self) -> str:
-        """Return all active ranks' verdict at the backward that `begin_average` has started; raises as that does."""
+        """Return all active ranks' verdict at the backward that `begin_average` has started, with the same errors."""
         return common_verdict(words[-1][1] for words in self._ask())
 
     def _ask(self) -> list[list[_Word]]:

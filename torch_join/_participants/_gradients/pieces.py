@@ -1,11 +1,11 @@
-"""A backward of a DDP model that joined ranks follow piece by piece, since it has other collectives too.
+"""A backward of a DDP model that joined ranks follow piece by piece, since it issues other collectives too.
 
-Just before DDP launches a bucket, the active ranks announce which parameters' gradients have come since the last
-announcement; any other collective has its own record, in its place. A joined rank runs a backward of just these
+Just before DDP launches a bucket, the active ranks announce the parameters whose gradients have come since the last
+announcement. Any other collective has its own record between these. A joined rank runs a backward of only these
 parameters, in which its own reducer launches the same buckets, and takes part in the other collectives with zeros. So
-all ranks issue everything in the order of the lowest active rank, over all communicators. The reducer can handle
-several backwards: it ends its work in the one that readies its last bucket. All active ranks must write the same number
-of records. So a launch has a record even if no gradients are new.
+all ranks issue all collectives in the order of the lowest active rank, over all communicators. The reducer can handle
+several backwards: it finishes in the one that makes its last bucket ready. All active ranks must write the same number
+of records, so each launch has a record, even without new gradients.
 """
 
 import weakref
@@ -31,10 +31,10 @@ class Pieces:
 
     Args:
         participant: The model's participant.
-        shadow: Runs in place of the model's step on a joined rank.
+        shadow: Replaces the model's step on a joined rank.
 
     Attributes:
-        under_way: Whether a backward has started that is announced in pieces.
+        under_way: Whether a backward that is announced in pieces has started.
     """
 
     kinds: ClassVar[dict[str, Any]] = {FIRED: list[int]}  # parameters, by place
@@ -47,26 +47,26 @@ class Pieces:
         self._delays = False  # whether DDP averages at the end of the next backward
         self._is_whole = False  # whether the current backward was announced as a whole
         self._due: set[int] = set()  # on a joined rank: the parameters whose gradients have yet to come
-        self._output: Callable[[], None] | None = None  # runs all of it at once, in a first iteration
+        self._output: Callable[[], None] | None = None  # runs the whole backward at once, in a first iteration
         self._around = ExitStack()
         self._is_open = False  # whether `_around` has anything in it
 
     # ------------------------------------------------------------ on an active rank
 
     def before_forward(self) -> None:
-        """Start anew: the last backward may have raised."""
+        """Drop the state of the last backward, which may have raised."""
         if self.under_way or self._is_whole or self._is_open:
             self.reset()
         self._delays = _compat.delays_all_reduce(self._shadow.ddp) if self._shadow.first.decides else False
 
     def begin(self, ended: Callable[[], None]) -> None:
-        """Start the pieces of a backward that will sync, as it reaches the model.
+        """Start the pieces of a backward that will sync, when it reaches the model.
 
         Args:
-            ended: Called at its end, before DDP waits for its buckets.
+            ended: Called at the backward's end, before DDP waits for its buckets.
 
         Raises:
-            UnsupportedError: It cannot go in pieces.
+            UnsupportedError: Joined ranks cannot follow this backward in pieces.
         """
         self.check_nested()
         models = [each for each in self._participant.tail_log.participants if each.is_model]
@@ -83,7 +83,7 @@ class Pieces:
         """Raise if the current backward is inside another one.
 
         Raises:
-            UnsupportedError: It is.
+            UnsupportedError: It is inside another one.
         """
         if not in_nested_backward():
             return
@@ -99,7 +99,7 @@ class Pieces:
         _compat.after_backward(lambda: self._end(lambda: None))
 
     def came(self, place: int) -> None:
-        """Note that the gradient of a parameter comes."""
+        """Note that the gradient of a parameter has come."""
         if self.under_way:
             self._came.append(place)
 
@@ -131,7 +131,7 @@ class Pieces:
     # ------------------------------------------------------------ on a joined rank
 
     def open(self, run_all: Callable[[], None]) -> None:
-        """Start a backward whose pieces will come; `run_all` runs all of it."""
+        """Start a backward whose pieces will come; `run_all` runs the whole backward."""
         self._around.close()
         self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
@@ -139,11 +139,11 @@ class Pieces:
         self._around.enter_context(self._shadow.around_backward(in_pieces=True))
 
     def mirror(self, places: list[int]) -> None:
-        """Run what the active ranks have run since the last piece: the gradients of these parameters have come."""
+        """Run the active ranks' next piece: a backward of the parameters whose gradients have come there."""
         parameters = self._shadow.parameters
         if not all(0 <= place < len(parameters) for place in places):
             raise foreign("a piece of a backward", f"parameters {places} of {len(parameters)}")
-        if self._output is not None:  # DDP counts gradients, and averages them all at the end
+        if self._output is not None:  # in this iteration DDP only counts gradients, and averages all at the end
             if self._due:
                 self._due.clear()
                 with torch.enable_grad():

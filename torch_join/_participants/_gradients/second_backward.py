@@ -1,9 +1,9 @@
 """A second backward through one forward of a DDP model, which DDP does not average: the ranks would drift apart.
 
-DDP's reducer learns of a forward and averages in the backward that follows. Gradients from another backward through the
-same outputs silently stay local. That is harmless while no optimizer steps with them (a loss for another model leaves
-gradients here that are cleared), so it is the step with such a gradient that raises. A backward that does not go
-through the outputs (of an L2 term, say) adds the same on all ranks.
+DDP's reducer is prepared by a forward, and averages in the next backward. Gradients from a second backward through the
+same outputs silently stay local. That is harmless if no optimizer steps with them (the loss of another model leaves
+gradients here that user code clears). So a step with such a gradient raises. A backward that does not go through the
+outputs (of an L2 term, for example) adds the same gradients on all ranks.
 """
 
 import threading
@@ -28,23 +28,23 @@ class SecondBackward:
         parameters: The model's parameters.
 
     Attributes:
-        awaits_first: Whether DDP averages in the next backward that reaches the parameters. It does in the first one
-            after a forward that syncs, even if that goes through another forward: if the model was frozen in that
-            forward, or no backward follows it, the next one is averaged even under `no_sync`.
+        awaits_first: Whether DDP averages in the next backward that reaches the parameters. It averages in the first
+            backward after a forward that syncs, even if this backward goes through a later forward under `no_sync`,
+            because the model was frozen in the forward that syncs, or because that forward had no backward.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._first = self._last = -1  # the backwards that went through the last forward's outputs
         self.awaits_first = self._is_under_way = False
-        self._thread = 0  # of the last forward
-        self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # by a second one; with the gradients
+        self._thread = 0  # the thread of the last forward
+        self._touched: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []  # touched parameters and gradients
         self._waits: RemovableHandle | None = None
-        self._found: tuple[Tensor, Any] | None = None  # a parameter in the last first backward, and its node
+        self._found: tuple[Tensor, Any] | None = None  # a parameter that the last first backward reached, and its node
 
     @property
     def broke_off(self) -> bool:
-        """Whether a first backward has started but not ended; a thread that only reads batches cannot tell."""
+        """Whether a first backward has started but not ended; false in a thread that only reads batches."""
         is_here = self._thread == threading.get_ident()
         return self._is_under_way and is_here and self._first != _compat.backward_in_progress()
 
@@ -61,10 +61,10 @@ class SecondBackward:
 
         Args:
             outputs: The outputs that a backward can start from.
-            first: Called when the first backward does; the outputs keep it alive.
+            first: Called when the first backward starts; the outputs keep it alive.
         """
         if self._touched or self._waits is not None:
-            self.remove()  # existing gradients will be averaged with the coming ones
+            self.remove()  # DDP will average existing gradients with the coming ones
         self._first = self._last = -1
         self.awaits_first, self._is_under_way, self._thread = True, False, threading.get_ident()
         for output in outputs:
@@ -86,10 +86,10 @@ class SecondBackward:
             _compat.after_backward(lambda: self._wait(touched))
 
     def _end_first(self) -> None:
-        self._is_under_way = self.awaits_first = False  # its start may have gone unnoticed
+        self._is_under_way = self.awaits_first = False  # `awaits_first` too, if nothing noticed the start
 
     def _adds(self) -> bool:
-        """Whether the current backward adds to any gradient: usually to the same one as the last backward."""
+        """Whether the current backward adds to any gradient; looks first at the one that the last backward reached."""
         if self._found is not None and self._found[0].requires_grad and _compat.will_run(self._found[1]):
             return True
         added = next(filter(_compat.will_accumulate, self._parameters), None)

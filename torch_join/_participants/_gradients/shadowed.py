@@ -1,4 +1,4 @@
-"""A DDP model in a plain loop, on a joined rank: forwards and backwards are shadowed as they are announced."""
+"""A DDP model in a plain loop, on a joined rank, which shadows each forward and backward that is announced."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch_join._shadow.model_shadow import ModelShadow
 
 
 class ShadowedSteps(Participant):
-    """The joined rank's part of a model's participant, in place of its steps."""
+    """The part of a model's participant that replaces the model's steps on a joined rank."""
 
     kinds: ClassVar[dict[str, Any]] = {
         "forward": tuple[bool, bool, list[int], list[int], list[Buffer] | None],
@@ -31,7 +31,7 @@ class ShadowedSteps(Participant):
         self._shadow = ModelShadow(ddp, watches=False)
         self._pieces = Pieces(self, self._shadow)  # the backwards that come piece by piece
         self._parameters = self._shadow.parameters
-        self._buffer_source = 0  # the lowest active rank in the last forward: it has the newest buffers
+        self._buffer_source = 0  # the lowest active rank in the last forward, which has the newest buffers
         self._pending: list[Tensor] = []  # the outputs of shadow forwards that wait for a backward
 
     def mirror(self, kind: str, payload: Any) -> None:
@@ -54,7 +54,7 @@ class ShadowedSteps(Participant):
         self, grad: bool, sync: bool, sources: list[int], frozen: list[int], buffers: list[Buffer] | None
     ) -> None:
         self._buffer_source = self.members.leader
-        # Parameters that another forward has trained still get their gradients, in the backward that it waits for.
+        # Parameters that an earlier, pending forward trains still get their gradients in its backward.
         parameters = self._parameters
         self._shadow.freeze([place for place in frozen if not (self._pending and parameters[place].requires_grad)])
         take(buffers, self._shadow.inner, parameters[0].device)
@@ -67,8 +67,8 @@ class ShadowedSteps(Participant):
 
     def _begin_shadow(self) -> None:
         if not self._pending:
-            # All were frozen in the forward that DDP has prepared for, and it averages other gradients, of a later
-            # forward under `no_sync`, or of a penalty on the parameters. It only accepts all of them.
+            # All parameters were frozen in the forward that prepared DDP. Now DDP averages other gradients, from a
+            # later forward under `no_sync` or from a penalty on the parameters, and accepts only all of them.
             self._shadow.freeze([])
             self._pending.append(self._shadow.zero())
 

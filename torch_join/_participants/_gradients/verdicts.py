@@ -16,8 +16,8 @@ class State(NamedTuple):
 
     Attributes:
         verdict: `CLEARED`, `KEPT`, `CHANGED` by hand, or `UNKNOWN`.
-        content: Its current content: `NONE`, `ZERO` or `FULL`, which is anything else.
-        norm: Its 1-norm, if it is the kept average of all ranks.
+        content: The gradient's current content: `NONE`, `ZERO`, or `FULL` for anything else.
+        norm: The gradient's 1-norm, if it is the kept average of all ranks.
     """
 
     verdict: str
@@ -30,7 +30,7 @@ Runs = list[tuple[State, int]]
 
 
 def runs_of(states: Iterable[State]) -> Runs:
-    """Return the states in the form in which they are sent."""
+    """Return the states as runs, in which they are sent."""
     return [(state, len([*same])) for state, same in groupby(states)]
 
 
@@ -38,7 +38,7 @@ def states_of(runs: Sequence[tuple[State, int]], count: int) -> list[State]:
     """Return the states that were sent as `runs`.
 
     Raises:
-        JoinError: These are not `count` states.
+        JoinError: `runs` does not hold `count` states.
     """
     if any(number < 1 for _, number in runs) or sum(number for _, number in runs) != count:
         raise foreign("the state of gradients", f"{runs} in place of those of {count} parameters")

@@ -1,6 +1,6 @@
-"""Watches a model's gradients before they are accumulated, by prehooks on the nodes that do so.
+"""Watches a model's gradients before they are accumulated, with prehooks on the nodes that accumulate them.
 
-Contract: objects here refer to the callback only between `begin` and `end`.
+Contract: Objects here keep the callback only between `begin` and `end`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Watch:
-    """Watches the gradients of parameters, once started.
+    """Watches the gradients of parameters, between `begin` and `end`.
 
     Args:
         parameters: The model's parameters.
 
     Attributes:
-        is_on: Whether it has started, and not ended.
+        is_on: Whether it is watching.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -36,7 +36,7 @@ class Watch:
         self.is_on = False
 
     def begin(self, before: Callable[[int, Gradients], Gradients | None]) -> None:
-        """Watch them all: parameters frozen now may be trained after their forward.
+        """Start to watch all parameters, since parameters frozen now may be trained after their forward.
 
         Args:
             before: Called with a parameter's place and the gradients about to be added; returns replacements, or
@@ -61,13 +61,13 @@ class Watch:
 
     @property
     def will_run(self) -> bool:
-        """Whether the current backward will add to any of them."""
+        """Whether the current backward will add to the gradient of any parameter."""
         return any(map(_compat.will_run, self._nodes))
 
 
 @contextmanager
 def leaving_out(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Put around the backward of a loss that counts 0: its gradients may be infinite, and 0 times that is NaN."""
+    """Wrap the backward of a loss that counts 0: its gradients may be infinite, and 0 times infinity is NaN."""
     watch = Watch(parameters)
     watch.begin(lambda _, gradients: tuple(None if g is None else finite(g) for g in gradients))
     try:

@@ -1,4 +1,4 @@
 """Metrics whose state or result the ranks share.
 
-Begin with: `metric.py`.
+Start reading at `metric.py`.
 """

@@ -1,8 +1,7 @@
-"""torchmetrics' metrics: their syncs get contributions only from ranks that have something to contribute.
+"""torchmetrics metrics: only ranks that have something to contribute take part in a sync with their states.
 
-A contribution of zero is wrong for states that are reduced by max, min or mean, or concatenated, so a rank that has
-nothing to contribute contributes nothing. A metric keeps its states where they are: they are sharded by nature and
-never handed over.
+Zeros would be wrong for states that are reduced by max, min or mean, or concatenated, so a rank that has nothing to
+contribute sends nothing. Each rank keeps its own states: they are sharded by nature and never handed over.
 """
 
 from collections.abc import Callable
@@ -25,20 +24,20 @@ _SYNC, _RESET = "sync", "reset"
 
 
 class MetricParticipant(Participant):
-    """A metric of torchmetrics, or a `MetricCollection`.
+    """A torchmetrics metric, or a `MetricCollection`.
 
-    If a metric syncs in its forward (`dist_sync_on_step=True`) the active ranks contribute this step's
-    batch. If it syncs in `compute()`, every rank that has updated it contributes its accumulated
-    states, also a joined one. A `reset()` in the tail resets the joined ranks' as well.
+    If a metric syncs in its forward (`dist_sync_on_step=True`), the active ranks contribute this step's batch. If it
+    syncs in `compute()`, every rank that has updated it contributes its accumulated states, even a joined rank. A
+    `reset()` in the tail also resets the metric on the joined ranks.
 
     Raises:
-        UnsupportedError: It syncs over another process group, has a custom `dist_sync_fn` or `_sync_dist`, or is a
-            wrapper with an additional state (`MinMaxMetric`, `Running`, `BootStrapper`, `MetricTracker`).
+        UnsupportedError: The metric syncs over another process group, has a custom `dist_sync_fn` or `_sync_dist`, or
+            is a wrapper with its own state (`MinMaxMetric`, `Running`, `BootStrapper`, `MetricTracker`).
 
     Limits:
-        A copy made inside the `with` (`clone`) is not known to Join, and after the `with` torchmetrics syncs
-        as usual. After a plain `for` loop `compute()` belongs outside the `with`: inside, it raises if other
-        ranks are still in theirs. Inside one it needs a model, or a `dist_sync_on_step`, that meets.
+        Join does not know copies made inside the `with` (`clone`). After the `with`, torchmetrics syncs as usual. After
+        a plain `for` loop, call `compute()` outside the `with`: inside, it raises if other ranks are still in their
+        loops. In such a loop, it needs a model, or a metric with `dist_sync_on_step`, at which the ranks meet.
     """
 
     kinds: ClassVar[dict[str, Any]] = {_SYNC: tuple[int, bool], _RESET: int}
@@ -53,8 +52,8 @@ class MetricParticipant(Participant):
             )
         for metric in self.metrics:
             check_metric(metric, metric.process_group, driver)
-        self.forwards = 0  # the number on the stack
-        self.hidden: list[Any] = []  # metrics whose `compute` runs, although not updated on this rank
+        self.forwards = 0  # the number of metric forwards on the call stack
+        self.hidden: list[Any] = []  # metrics whose `compute` is running, although this rank has not updated them
 
     def enter(self) -> None:
         if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
@@ -67,7 +66,7 @@ class MetricParticipant(Participant):
     def follow(self, position: int, metric: Any) -> None:
         """Redirect a metric's methods to this participant."""
         self.override(metric, "forward", partial(self.forward, metric))
-        # A forward resets too, and restores the state.
+        # A forward also calls `reset`, but then restores the state.
         self.announce_calls(metric, "reset", _RESET, lambda: position, ours=lambda: not self.forwards)
         if not _compat_metrics.parts(metric):
             self.override(metric, "compute", partial(self.compute, metric))
@@ -82,8 +81,7 @@ class MetricParticipant(Participant):
         exchange_states(self.driver, metric, not in_forward and _compat_metrics.update_count(metric) > 0)
 
     def close(self, message: Any, source: int) -> None:
-        # Ranks have computed at different steps. A value that only some still have would keep these out of the next
-        # sync.
+        # Ranks have computed at different steps. Ranks that still hold a computed value would skip the next sync.
         for metric in self.metrics:
             _compat_metrics.forget_value(metric)
 
@@ -91,14 +89,14 @@ class MetricParticipant(Participant):
 
     def forward(self, metric: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._leads_plain_loops(metric):
-            self.driver.before_forward(float)  # it counts nothing
+            self.driver.before_forward(float)  # `float()`: a count of 0
         with setting(self, forwards=self.forwards + 1):
             return forward(*args, **kwargs)
 
     def compute(self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _compat_metrics.update_count(metric) > 0 or not _compat_metrics.will_sync(metric):
             return compute(*args, **kwargs)
-        # Not updated on this rank, but perhaps on others: torchmetrics would warn, although this is no mistake.
+        # Other ranks may have updated the metric. torchmetrics would warn on this rank, although this is no mistake.
         self.hidden.append(metric)
         _compat_metrics.set_update_count(metric, 1)
         try:
@@ -128,7 +126,7 @@ class MetricParticipant(Participant):
                 )
             sync_dist(lambda tensor, group=None: [tensor])
             return
-        # torchmetrics gathers once per tensor: give it one per state, and return all contributions for that.
+        # torchmetrics gathers once per tensor: give it one tensor per state, and return all contributions for it.
         answers: list[tuple[Tensor, list[Tensor]]] = []
         for name in _compat_metrics.reductions(metric):
             found = [contribution[name] for contribution in contributions]
@@ -145,7 +143,7 @@ class MetricParticipant(Participant):
         sync_dist(gather)
 
     def _leads_plain_loops(self, metric: Any) -> bool:
-        """Whether ranks in a plain loop meet at the forward of `metric`, since there is no model."""
+        """Whether ranks in a plain loop meet at the forward of `metric`, because there is no model."""
         driver = self.driver
         if driver.meets_at is not MeetingPoint.FORWARD or driver.sees_steps or not metric.dist_sync_on_step:
             return False

@@ -1,4 +1,4 @@
-"""Sends the states of a metric from the ranks that contribute to all of them, as bytes."""
+"""Sends a metric's states, as bytes, from the ranks that contribute to all ranks."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch_join._participants.participant import Driver
 
 @closed("state")
 class _Spec(NamedTuple):
-    """A tensor as it is sent: contiguous bytes."""
+    """The description of a tensor that is sent as contiguous bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,9 +30,9 @@ _Schema = dict[str, tuple[bool, list[_Spec]]]
 
 
 def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict[str, State]]:
-    """Return the states of each rank that contributes, by rank; this rank's own keep their graph.
+    """Return the states of each rank that contributes, in order of ranks; this rank's own states keep their graph.
 
-    Every rank calls this: it describes its contribution, if any, and then sends its states as bytes.
+    Every rank calls this. It describes its contribution, if any, and then sends its states as bytes.
     """
     own = own_states(metric) if contributes else {}
     mine = {

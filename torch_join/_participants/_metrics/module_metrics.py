@@ -16,8 +16,7 @@ from torch_join._participants.participant import Driver
 class ModuleMetrics(MetricParticipant):
     """The torchmetrics metrics in a module.
 
-    Metrics that `MetricParticipant` refuses are left to torchmetrics, and raise only if they sync in a step of the
-    tail.
+    torchmetrics itself syncs the metrics that `MetricParticipant` refuses; they raise only in a step of the tail.
 
     Args:
         module: The module with the metrics.
@@ -26,16 +25,16 @@ class ModuleMetrics(MetricParticipant):
     def __init__(self, driver: Driver, index: int, module: nn.Module) -> None:
         super().__init__(driver, index, nn.Module())  # the metrics are found later
         self._module = module
-        self._refused: dict[int, str] = {}  # by the id of a metric that syncs: why it is left to torchmetrics
+        self._refused: dict[int, str] = {}  # by the id of a metric that syncs: why torchmetrics itself syncs it
         self._aside = False
 
     def enter(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Add metrics made since, and make all compute anew; all ranks must be at the same place, outside any step.
+        """Add new metrics, and make all metrics compute again; all ranks call this at the same place, outside steps.
 
-        A value that only some ranks have computed would keep these out of the next sync.
+        Ranks that still held a computed value would skip the next sync.
         """
         known = {id(metric) for metric in self.metrics}
         for metric in self._module.modules():
@@ -50,9 +49,9 @@ class ModuleMetrics(MetricParticipant):
         return any(part.sync_on_compute for part in parts)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Put around code that this rank runs with a batch that it has had before: metrics do not count it again.
+        """Wrap code that runs again on an earlier batch of this rank, which metrics must not count again.
 
-        Computing returns the value counted before; resetting resets.
+        Inside, `compute` returns the value without this batch, and `reset` works as usual.
         """
         return setting(self, _aside=True)
 
@@ -93,7 +92,7 @@ class ModuleMetrics(MetricParticipant):
 
 
 def _is_served(metric: Any, driver: Driver) -> bool:
-    """Whether `metric` itself is supported, whatever it is a part of."""
+    """Whether `metric` itself is supported, even if the metric around it is not."""
     try:
         check_metric(metric, metric.process_group, driver)
     except UnsupportedError:

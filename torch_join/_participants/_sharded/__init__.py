@@ -1,5 +1,5 @@
-"""Models that FSDP shards, and the optimizers of their parameters: a joined rank owns a part of both, and follows.
+"""Models that FSDP shards, and their optimizers: a joined rank owns a part of both, and follows the active ranks.
 
 Imported only for a sharded model, by `_participants/make_participants.py` and `_lockstep/sharded.py`.
-Begin with: `following.py`, then `sharded_model.py`.
+Start reading at `following.py`, then `sharded_model.py`.
 """

@@ -16,9 +16,9 @@ from torch_join._shadow._sharded.units import is_first_generation
 
 
 class ClippingParticipant(Participant):
-    """Follows the clipping of all given sharded models' gradients.
+    """Announces and follows gradient clipping of the sharded models passed to `Join`.
 
-    For `fully_shard` by `torch.nn.utils.clip_grad_norm_`; a `FullyShardedDataParallel` has a method.
+    Models with `fully_shard` are clipped by `torch.nn.utils.clip_grad_norm_`, FSDP1 models by their own method.
 
     Args:
         models: The models' participants.
@@ -48,7 +48,7 @@ class ClippingParticipant(Participant):
 
     @property
     def _parameters(self) -> list[Tensor]:
-        # Frozen ones too: parameters frozen on a joined rank may be trained on active ranks, and vice versa.
+        # Include frozen ones: parameters frozen on a joined rank may be trained on active ranks, and vice versa.
         return [parameter for model in self._sharded for parameter in model.gradients.parameters]
 
     def _get_total_norm(
@@ -72,7 +72,7 @@ class ClippingParticipant(Participant):
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():
             self._norm = _compat.replicated(self._own_norm(given, norm_type, False, foreach))
-        if error_if_nonfinite:  # older torch checks a part of the norm, with collectives that are not followed
+        if error_if_nonfinite:  # older torch checks a part of the norm, with collectives that joined ranks do not make
             self._own_norm([self._norm], norm_type, True, foreach)
         return self._norm
 

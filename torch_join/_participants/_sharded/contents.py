@@ -1,4 +1,4 @@
-"""Checks whether the active ranks change a sharded model's parameters without an announcement to joined ranks."""
+"""Checks whether active ranks change a sharded model's parameters without announcing it to joined ranks."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ from torch_join._handover.digest import local_checksums
 
 
 class Contents:
-    """This rank's shards, as they were when all ranks had last done the same to theirs.
+    """This rank's shards, as of the last moment at which all ranks had changed theirs in the same way.
 
     Args:
         parameters: Returns the shards.
@@ -20,9 +20,9 @@ class Contents:
     def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
         self._parameters = parameters
         self._sums: dict[int, int] | None = None  # by `id`
-        # By `id`: how often each was written to. A clamp may change nothing here, but a joined rank's shard.
+        # By `id`: how often each was written to. A clamp that changes nothing here may change a joined rank's shard.
         self._versions: dict[int, int] = {}
-        self._hooks: dict[int, int] = {}  # the number of each one's hooks, which joined ranks have too
+        self._hooks: dict[int, int] = {}  # by `id`: the number of its hooks, which joined ranks have too
 
     @property
     def known(self) -> bool:
@@ -30,7 +30,7 @@ class Contents:
         return self._sums is not None
 
     def remember(self, only: Collection[int] | None = None) -> None:
-        """Note their current state; only for these `id`s, if the others are known."""
+        """Note the shards' current state; only of those with these `id`s, if the other states are known."""
         if only is None or self._sums is None:
             self._sums, self._versions = {}, {}
             self._hooks = {id(p): _compat.shard_hooks(p) for p in self._parameters()}
@@ -43,10 +43,10 @@ class Contents:
         self._sums, self._versions = None, {}
 
     def check(self, joined: Sequence[int]) -> None:
-        """Compare.
+        """Compare the shards with the noted state.
 
         Raises:
-            JoinError: They have changed.
+            JoinError: A shard has changed.
         """
         if self._sums is None:
             return
@@ -57,10 +57,10 @@ class Contents:
             self._raise(where, joined)
 
     def check_writes(self, parameters: Sequence[Tensor], joined: Sequence[int]) -> None:
-        """Check whether some of them were written to; does not wait for a device.
+        """Check whether any of these shards was written to; does not wait for a device.
 
         Raises:
-            JoinError: One was.
+            JoinError: A shard was written to.
         """
         for index, parameter in enumerate(parameters):
             if self._versions.get(id(parameter), now := _compat.writes(parameter)) != now:
@@ -70,7 +70,7 @@ class Contents:
         """Check whether hooks of a gradient were added or removed.
 
         Raises:
-            JoinError: They were.
+            JoinError: A hook was added or removed.
         """
         for index, parameter in enumerate(self._parameters() if self._sums is not None else ()):
             if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
@@ -93,7 +93,7 @@ class Contents:
 
 
 def state_of(optimizer: Any) -> Any:
-    """Return the parameters of each group, and the state kept for each."""
+    """Return the parameters of each group, and the state of each parameter, to compare later."""
     kept = {
         id(p): {
             name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
@@ -109,7 +109,7 @@ def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
     """Compare an optimizer with a result of `state_of`.
 
     Raises:
-        JoinError: It was changed.
+        JoinError: User code has changed it.
     """
     if before != state_of(optimizer):
         raise JoinError(

@@ -1,4 +1,4 @@
-"""Each gather and reduction of a sharded model's units: announced on an active rank, followed on a joined one."""
+"""Announces each gather and reduction of a sharded model's units on an active rank; repeats it on a joined rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,7 +19,7 @@ from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
 class Following:
-    """The announcements of a sharded model's participant about its units, and how joined ranks follow; an `Observer`.
+    """The part of a sharded model's participant that announces and follows actions on units; an `Observer`.
 
     Args:
         participant: The participant.
@@ -27,13 +27,13 @@ class Following:
         before_backward: See `Observer`.
 
     Attributes:
-        units: The units.
+        units: The model's units.
         model_parallel_groups: See `Participant`.
         reduces: Whether this rank is inside a reduction, in which an optimizer may step.
-        contents: This rank's shards as they were: in the tail a unit is compared before it is gathered.
+        contents: The noted state of this rank's shards, which is checked in the tail before a unit is gathered.
 
     Raises:
-        UnsupportedError: The model cannot be followed.
+        UnsupportedError: Joined ranks cannot follow the model.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -48,7 +48,7 @@ class Following:
         self.units = units_of(model)
         self._teams = _teams_of(model, self._participant.members.global_ranks)
         self.model_parallel_groups = [self._participant.members.named(peers) for peers in self._teams]
-        self._seen: tuple[int, ...] = ()  # the active ranks that have been checked
+        self._seen: tuple[int, ...] = ()  # the active ranks for which the groups were last checked
         self.reduces = False
         self.contents = Contents(lambda: self.shards)
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -58,14 +58,14 @@ class Following:
             )
 
     def watch(self) -> Callable[[], None]:
-        """Announce from now on; return a function that ends this."""
+        """Start to announce actions; return a function that ends this."""
         ends = ExitStack()
         for index, unit in enumerate(self.units):
             ends.callback(unit.watch(index, self))
         return ends.close
 
     def reach_joined_state(self) -> None:
-        """Bring each unit, on a rank that is no longer active and at the end, to the state of the joined ranks."""
+        """Bring each unit to the state of the joined ranks; called on a rank that joins, and at the end."""
         for unit in self.units:
             unit.reach_joined_state()
 
@@ -108,10 +108,10 @@ class Following:
             yield
 
     def check_model_parallel_groups(self) -> None:
-        """Raise if some, but not all, of the ranks that hold parts of one replica have joined.
+        """Raise if some, but not all, of the ranks that compute a batch together have joined.
 
         Raises:
-            JoinError: That is so.
+            JoinError: Some ranks of such a group have joined.
         """
         self._seen = self._participant.members.active
         for peers in self._teams:
@@ -144,7 +144,7 @@ class Following:
 def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
     """Return, as indices into `ranks`, the groups of ranks that compute each batch together, if any.
 
-    These differ in their mesh only along dimensions over which FSDP does not shard.
+    The ranks of a group differ only along mesh dimensions over which FSDP does not shard.
 
     Raises:
         UnsupportedError: FSDP shards a part of the model over fewer ranks than take part.

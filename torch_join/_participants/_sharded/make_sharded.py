@@ -19,10 +19,10 @@ from torch_join._participants.participant import Driver, Participant
 
 
 def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[Participant]:
-    """Return the participants for the sharded objects among `joinables`: these come before all others.
+    """Return the participants for the sharded objects among `joinables`, which come before all other participants.
 
     Raises:
-        UnsupportedError: A sharded object among them cannot be followed.
+        UnsupportedError: Joined ranks cannot follow a sharded object.
     """
     _refuse_copies(joinables)
     found = [thing for thing in joinables if is_sharded_model(thing)]

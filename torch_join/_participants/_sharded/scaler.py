@@ -1,4 +1,4 @@
-"""A `GradScaler` in a loop with a sharded model: only the ranks that own a gradient see whether it is infinite."""
+"""A `GradScaler` in a loop with a sharded model: only ranks that own a part of a gradient see an infinity in it."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -8,12 +8,12 @@ from torch_join._participants._gradients.verdicts import Runs
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants.participant import Driver, Participant
 
-# The methods that look for infinities. The second is used if an optimizer itself scales, as fused ones do.
+# The methods that look for infinities. The second one is used if an optimizer itself scales, as fused optimizers do.
 _CALLS = {"unscale": "unscale_", "look": "_check_inf_per_device"}
 
 
 class ShardedScalerParticipant(Participant):
-    """A scaler whose `unscale_`, or its equivalent, and `update` run on joined ranks too.
+    """A scaler whose `unscale_` (or its equivalent) and `update` run on joined ranks too.
 
     Args:
         scaler: The scaler.
@@ -66,6 +66,6 @@ class ShardedScalerParticipant(Participant):
         for model, runs in zip(self._sharded, states, strict=True):
             model.take(runs)
         parameter = next(p for group in self._steppers[0].param_groups for p in group["params"])
-        self._scaler.scale(_compat.local_part(parameter).new_zeros(()))  # makes its tensors, if it has none yet
+        self._scaler.scale(_compat.local_part(parameter).new_zeros(()))  # creates the scaler's tensors, if needed
         self._scaler._scale.fill_(scale)
         getattr(self._scaler, _CALLS[kind])(self._steppers[place])

@@ -1,8 +1,8 @@
 """A sharded model in a user's loop.
 
-Besides each gather and reduction of its units (`following.py`), the lowest active rank announces at the start of a
-backward what has happened to the gradients since the last one, since FSDP adds to existing ones. Local changes to
-gradients (clipping) have their own participant; if a change is found that was not announced, all ranks raise.
+Each gather and reduction of its units is announced (`following.py`). At the start of a backward, the lowest active rank
+also announces what has happened to the gradients since the last one, since FSDP adds to existing gradients. Clipping,
+which changes gradients locally, has its own participant. All ranks raise if a change was not announced.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from torch_join._participants.participant import Driver, LoopModel, Participant
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
 
-# What has happened to the gradients; the units' places, and the gradients accumulated in each; which parameters are
-# trained, and which modules are in training mode.
+# What has happened to the gradients; the units' places, and the gradients accumulated in each unit; which parameters
+# are trained, and which modules are in training mode.
 Closing = tuple[Runs, list[tuple[int, int]], list[list[bool]], list[bool], list[bool]]
 
 
@@ -39,7 +39,7 @@ class ShardedModelParticipant(Participant, LoopModel):
     is_model = True
     accumulates = False
     gradients: Gradients  # the shards' gradients, from `enter` on
-    _known: Sequence[Known] = ()  # of gradients that were unsynced after the last backward
+    _known: Sequence[Known] = ()  # the gradients that were unsynced after the last backward
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
         super().__init__(driver, index)
@@ -50,7 +50,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others = OtherVerdicts(driver, index, shards=True)
         self.contents = self.following.contents
         self._scales: list[Callable[[], None]] = []
-        self.before_reductions: list[Callable[[], None]] = []  # announce what joined ranks must know before
+        self.before_reductions: list[Callable[[], None]] = []  # functions that make announcements before reductions
 
     def enter(self) -> None:
         self._undo.append(self.following.watch())
@@ -79,9 +79,9 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.gradients.begin_loop()
 
     def remember(self) -> None:
-        # Each rank has another shard, so a norm means something only to its own rank.
+        # Each rank has another shard, so only the rank itself can use a norm.
         self.gradients.remember(accumulates=True)
-        # A flat gradient is among those.
+        # If gradients are flat, they include the unsynced ones.
         self._known = [known(g) for _, g in self._unsynced] if self.accumulates and not self._is_flat else []
 
     @property
@@ -106,7 +106,7 @@ class ShardedModelParticipant(Participant, LoopModel):
 
     @property
     def at_top(self) -> bool:
-        """Whether the ranks meet before any code of a step: if not, only active ranks have run some of it."""
+        """Whether the ranks meet before a step's code; if not, only active ranks have run a part of it by then."""
         return self.driver.meets_at is MeetingPoint.TOP
 
     def enter_tail(self) -> None:
@@ -158,7 +158,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         """Return what has happened to the gradients, for joined ranks that are about to change theirs.
 
         Raises:
-            JoinError: The gradients or parameters were changed in a way that joined ranks do not know of.
+            JoinError: User code has changed gradients or parameters in a way that joined ranks cannot know.
         """
         self.contents.check(self.members.joined_names)
         self._raise_if_bypassed()
@@ -176,7 +176,7 @@ class ShardedModelParticipant(Participant, LoopModel):
                 )
 
     def before_all_ranks(self) -> None:
-        # A state dict depends on whether there are gradients: torch steps an optimizer that has not stepped yet.
+        # A state dict depends on whether there are gradients: torch steps an optimizer that has never stepped.
         self.announce("states", self.check())
 
     def after_all_ranks(self) -> None:
@@ -211,7 +211,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self._others.follow(self.gradients, runs, syncs, accumulates=True)
 
     def take(self, runs: Runs) -> None:
-        """Repeat, on a joined rank, what active ranks have done to their gradients; no backward comes next."""
+        """Repeat on a joined rank what active ranks have done to their gradients, when no backward comes next."""
         self._raise_if_unsynced()
         self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
 
@@ -251,9 +251,9 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.following.reach_joined_state()
         self._others.reset()
         sync_norms(self.model, source, self.members.group)
-        # Set by the active ranks' code, which has not run here.
+        # Code on the active ranks has set these; it has not run here.
         for parameter, trained in zip(self.model.parameters(), trains, strict=True):
-            if parameter.requires_grad != trained:  # whole ones of an evaluation may be inference tensors
+            if parameter.requires_grad != trained:  # after an evaluation, whole parameters may be inference tensors
                 parameter.requires_grad_(trained)
         for module, mode in zip(self.model.modules(), modes, strict=True):
             module.training = mode

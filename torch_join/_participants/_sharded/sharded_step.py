@@ -1,4 +1,4 @@
-"""An optimizer of sharded parameters: a joined rank owns a part of its state too, and steps it like the others."""
+"""An optimizer of sharded parameters: a joined rank owns a part of its state, and steps like the active ranks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,19 +17,19 @@ from torch_join._participants._sharded.sharded_model import ShardedModelParticip
 from torch_join._participants.hook import around_steps
 from torch_join._participants.participant import Driver, Participant
 
-Options = list[dict[str, Any]]  # of each group, without its parameters
-_SCALING = ("grad_scale", "found_inf")  # set by a GradScaler on an optimizer that scales, and skips, by itself
+Options = list[dict[str, Any]]  # each group's options, without its parameters
+_SCALING = ("grad_scale", "found_inf")  # a GradScaler sets these on an optimizer that itself scales, and skips steps
 
 
 class ShardedStepParticipant(Participant):
-    """An optimizer whose parameters belong to given sharded models.
+    """An optimizer whose parameters belong to sharded models that were passed to `Join`.
 
     Args:
         optimizer: The optimizer; the innermost one, if it wraps another (Accelerate's).
         models: The participants of all sharded models.
 
     Raises:
-        UnsupportedError: It also has other parameters; or it is LBFGS.
+        UnsupportedError: The optimizer also has other parameters, or is LBFGS.
     """
 
     kinds: ClassVar[dict[str, Any]] = {"step": tuple[Options, list[Runs], dict[str, float]], "options": Options}
@@ -54,7 +54,7 @@ class ShardedStepParticipant(Participant):
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._scales = False  # whether the current step scales the gradients itself
-        self._noted: Any = None  # the optimizer's state, as it was when all ranks had last done the same to theirs
+        self._noted: Any = None  # the optimizer's state, as of the last moment when all ranks had changed theirs alike
 
     def enter(self) -> None:
         for model in self._sharded:
@@ -66,7 +66,7 @@ class ShardedStepParticipant(Participant):
     # ------------------------------------------------------------ on an active rank
 
     def _is_quiet(self) -> bool:
-        # A joined rank's own reduction makes the steps that a reduction here makes.
+        # A joined rank that follows a reduction also makes the steps inside it.
         return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
 
     def _check_state(self) -> None:
@@ -96,8 +96,8 @@ class ShardedStepParticipant(Participant):
         models = [model for model in self._sharded if self.members.announces or not model.at_top]
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
         for model in models:
-            model.contents.remember(mine)  # each parameter may have its own optimizer
-            if self._scales:  # in place
+            model.contents.remember(mine)  # only these: each parameter may have its own optimizer
+            if self._scales:  # the step has changed the gradients in place
                 model.remember()
         if models:
             self._noted = state_of(self.optimizer)

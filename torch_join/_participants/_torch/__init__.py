@@ -1,4 +1,4 @@
-"""The public joinables, for torch's own `Join` too, which runs a step by hooks.
+"""The public joinables, which also work in torch's own `Join`, where hooks run a step.
 
-Begin with: `public.py`; `joinable.py` has the driver under torch's `Join`.
+Start reading at `public.py`; `joinable.py` has the driver under torch's `Join`.
 """

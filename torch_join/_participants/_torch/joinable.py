@@ -1,14 +1,14 @@
 """The common part of the public joinables: our `Join` unwraps them, torch's own `Join` runs their hooks.
 
-torch's protocol is one all-reduce per step: the first joinable of an active rank adds a one to it, a joined rank a
-zero, and then a joined rank runs each main hook once. Here the first joinable belongs to this package, and right after
-that count, unless all are active, the ranks exchange who is (and with how many samples).
+torch's protocol is one all-reduce per step, which counts the active ranks: the first joinable of an active rank adds a
+one, a joined rank adds a zero. Then a joined rank runs each main hook once. Here the first joinable belongs to this
+package. Right after the count, unless all ranks are active, the ranks exchange which are (and how many samples).
 
 In the tail each announcement is a *word*, an all-reduce of one number, and a record on the channel. A main hook waits
-for words until its participant is done for the step. If it waits in vain (a forward without a backward, no optimizer
-step under accumulation) the next step starts with the word "no more". A rank that leaves its loop instead sends no
-word: torch's `__exit__` starts with the count, and its zero is taken for the word. For that reason a word looks like
-torch's count, and the count itself is made up for afterwards.
+for words until its participant is done for the step. If no more come (a forward without a backward, no optimizer step
+under accumulation), the next step starts with the word "no more". A rank that leaves its loop instead sends no word:
+torch's `__exit__` starts with the count, and joined ranks take its zero for the word. So a word looks like torch's
+count, and the rank sends another word later to make up for the count.
 """
 
 import weakref
@@ -49,7 +49,7 @@ class HookDriver(Driver):
         self.participants: list[Participant] = []
         self.joinables: list[WrappingJoinable] = []
         self.started = self._finished = False
-        self._owners: list[WrappingJoinable] = []  # of the participants
+        self._owners: list[WrappingJoinable] = []  # by participant, its joinable
         self._first = first
         if first is not None:
             use_device(first.join_device, group)
@@ -68,29 +68,29 @@ class HookDriver(Driver):
             participant.enter()
 
     def close(self) -> None:
-        """Remove all that was installed; may be called again."""
+        """Remove all hooks and close the channel; may be called again."""
         for each in reversed(self.participants):
             each.exit()
         self.channel.close()
 
     # ------------------------------------------------------------ for the participants
 
-    # Participants also ask for features that only our own Join has.
+    # Participants also ask for features that only this package's Join has.
     meets_at = MeetingPoint.FORWARD
     in_pieces = False
 
     @property
     def tail_log(self) -> "HookDriver":  # type: ignore[override]
-        """This object: nothing stands between the participants and torch's `Join`."""
+        """This object, which also receives the participants' announcements."""
         return self
 
     @property
     def sees_steps(self) -> bool:
-        """Whether there is a model, which is the first."""
+        """Whether there is a model, which is then the first participant."""
         return bool(self.participants) and self.participants[0].is_model
 
     def meet(self) -> bool:
-        """Return whether this rank is active and another one has joined; all have met at the first forward."""
+        """Return whether this rank is active and another one has joined; ranks meet at the step's first forward."""
         return self.members.announces
 
     @property
@@ -102,11 +102,11 @@ class HookDriver(Driver):
         return not self.members.announces
 
     def run_hook(self, main_hook: Callable[[], None]) -> None:
-        """Run the hook: torch runs joinables that do not belong to this package."""
+        """Run the hook; torch itself runs the hooks of other packages' joinables."""
         main_hook()
 
     def own_collectives(self) -> AbstractContextManager[None]:
-        """Do nothing: no other collectives are mirrored, so there are none to ignore."""
+        """Do nothing: no tap listens to collectives here."""
         return nullcontext()
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
@@ -116,7 +116,7 @@ class HookDriver(Driver):
             if self.members.announces and self._undone:
                 self._word(_NO_MORE)
             work: Any = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
-            # A joined rank sees from the same sum that it has to meet the others.
+            # A joined rank learns from the same sum that it has to meet the others.
             if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
                 self._meet(True, int(count()) if self.members.count is not None else 0)
             if self.members.joined_ranks and not self.members.announces:
@@ -126,7 +126,7 @@ class HookDriver(Driver):
         return True
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        """Announce what comes next to the joined ranks, if any, at once."""
+        """Announce the next action to the joined ranks, if any, at once."""
         if not self.members.announces:
             return
         if not self._undone:
@@ -138,7 +138,7 @@ class HookDriver(Driver):
             self._undone.discard(index)
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
-        """Announce as usual: in torch's `Join` all active ranks do the same."""
+        """Announce as usual, since in torch's `Join` all active ranks act in the same way."""
         self.announce(index, kind, payload)
 
     # ------------------------------------------------------------ what the hooks call
@@ -167,7 +167,7 @@ class HookDriver(Driver):
                 self.members.take_role(Role.EVEN)
 
     def finish(self, is_last_joiner: bool) -> None:
-        """Give every rank the state of the last joiner, once; all ranks have joined."""
+        """Give every rank the state of the last joiner, once, when all ranks have joined."""
         if self._finished:
             return
         self.started = self._finished = True
@@ -190,7 +190,7 @@ class HookDriver(Driver):
     # ------------------------------------------------------------ who is active
 
     def _meet(self, active: bool, samples: int = 0) -> None:
-        """Find out who is active at this step."""
+        """Find out which ranks are active at this step."""
         said = self.channel.gather((active, samples), of=tuple[bool, int])
         self.members.change(tuple(rank for rank, (is_active, _) in enumerate(said) if is_active))
         self.members.counted, self.members.total = samples, sum(count for _, count in said)
@@ -202,13 +202,13 @@ class HookDriver(Driver):
             " the first model, then at most one backward and one optimizer step;"
             f" {name_ranks(self.members.joined_names)} joined. Use torch_join.Join, which has no such limit."
         )
-        self._word(_MORE)  # the joined ranks take it for the count, and get the error as they meet
-        # Not earlier: a rank that still waits for a record would leave, and ranks that wait for it here learn nothing.
+        self._word(_MORE)  # the joined ranks take this word for the count, and get the error when they meet
+        # Not earlier: a rank that waits for a record would leave, and ranks that wait for it here would not learn why.
         self.channel.fail(f"JoinError: {error}")
         return error
 
     def _leave_tail(self) -> None:
-        """Announce, after torch has, that this rank has joined: if a word was due, torch's count was taken for it."""
+        """Leave the tail after this rank has joined; if a word was due, make up for the count that replaced it."""
         if not self.members.announces:
             return
         self.members.take_role(Role.EVEN)
@@ -230,13 +230,13 @@ _building: weakref.WeakSet[HookDriver] = weakref.WeakSet()
 class WrappingJoinable(Joinable):
     """A `Joinable` for another object, usable in torch's `Join` and in ours.
 
-    Nothing is installed before torch takes it in, with `enable=True`. The hooks installed then are removed at the end
-    of the context, or with the `Join` object (after an exception, when torch calls no hook), at the latest when the
-    joinable is passed to another one.
+    It installs hooks when a torch `Join` with `enable=True` is created. It removes them at the end of the context, or
+    with the `Join` object (after an exception, when torch calls no hook), at the latest when the joinable is passed to
+    another `Join`.
 
     Attributes:
         is_replicated: Whether its state is handed over.
-        has_group: Whether it was given a process group; if not, it takes part in the group of the others.
+        has_group: Whether the user passed a process group; if not, it uses the group of the other joinables.
     """
 
     is_replicated = True
@@ -252,7 +252,7 @@ class WrappingJoinable(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the collectives that count who has joined."""
+        """The device of the collectives that count the active ranks."""
         return self._device
 
     @property
@@ -261,10 +261,10 @@ class WrappingJoinable(Joinable):
         return self._group or dist.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that torch's `Join` runs; `divide_by_initial_world_size` and `weighting` are read.
+        """Return the hook that torch's `Join` runs; it reads `divide_by_initial_world_size` and `weighting`.
 
         Raises:
-            UnsupportedError: The wrapped object is sharded; or the weighting counts batches, which are not seen here.
+            UnsupportedError: The wrapped object is sharded; or the weighting counts batches, which hooks do not see.
         """
         if holds_shards(self.wrapped):
             raise UnsupportedError(
@@ -279,20 +279,20 @@ class WrappingJoinable(Joinable):
         self._hook = weakref.ref(hook)
         return hook
 
-    # torch sets it when a torch `Join` takes this joinable in, after asking for the hook.
+    # torch's `Join` sets this when it is created, after it has called `join_hook`.
     @property
     def _join_config(self) -> Any:
         return self._config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        """Install the hooks that observe a step; torch's `Join` is being built."""
+        """Install the hooks that observe a step, while torch's `Join` is being created."""
         self._config = config
         enable, is_first = config.enable, config.enable and config.is_first_joinable
         built = (d for d in _building if d.members.group == self.join_process_group and not d.started)
         driver = None if is_first or not enable else next(built, None)
         if self._driver is not None and self._driver is not driver:
-            self._driver.close()  # of a Join that an exception has ended
+            self._driver.close()  # left by a Join that an exception has ended
         self._driver = None
         hook = self._hook() if enable and self._hook is not None else None
         if hook is None:
@@ -323,11 +323,11 @@ class WrappingJoinable(Joinable):
         return None
 
     def leads(self) -> bool:
-        """Whether a step starts with it, so that it may be first in the list of the `Join` in torch."""
+        """Whether this joinable starts a step, so that it may be the first one in the list for torch's `Join`."""
         return False
 
     def is_done(self, kind: str, payload: Any) -> bool:
-        """Whether nothing more comes in a step after this announcement."""
+        """Whether this announcement is the joinable's last one in a step."""
         return True
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class WrappingJoinable(Joinable):
 
 
 class _Hook(JoinHook):
-    """Lives as long as torch's `Join` object."""
+    """The hook for torch's `Join`; it lives as long as that object."""
 
     def __init__(self, joinable: WrappingJoinable) -> None:
         self._joinable = joinable
@@ -349,5 +349,5 @@ class _Hook(JoinHook):
 
 
 def unwrap(thing: Any) -> Any:
-    """Return the object inside a joinable of this package, and any other object itself."""
+    """Return the object inside a joinable of this package; return any other object unchanged."""
     return thing.wrapped if isinstance(thing, WrappingJoinable) else thing

@@ -23,9 +23,9 @@ from torch_join._shadow.synced_norms import has_synced_norms
 class JoinableModel(WrappingJoinable):
     """A DDP model as a `Joinable`: exact gradients and buffers in torch's `Join` too.
 
-    In this package's `Join`, `Join([JoinableModel(ddp)])` is the same as `Join([ddp])`. In torch's, each forward of
-    `ddp` shows the other ranks that this rank has an input; ranks without one take part in its
-    collectives with a zero-gradient pass. At the end all have the last rank's parameters and buffers.
+    In this package's `Join`, `Join([JoinableModel(ddp)])` is the same as `Join([ddp])`. In torch's `Join`, each forward
+    of `ddp` shows the other ranks that this rank has an input. Ranks without an input take part in its collectives with
+    a zero-gradient pass. At the end all ranks have the last rank's parameters and buffers.
 
     Args:
         ddp: The model. Call it, not this object, in the loop.
@@ -34,11 +34,11 @@ class JoinableModel(WrappingJoinable):
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
 
     Limits:
-        In torch's `Join`, which understands `divide_by_initial_world_size` and `weighting` here, a model comes
-        first in the list, and a step is one forward of it. Other packages' joinables with collectives
-        come after it and are called after its backward. Other collectives in the step are not
-        mirrored. If a rank raises, the others wait until the process group's timeout, and installed
-        hooks go with the `Join` object. `torch_join.Join` has none of these limits.
+        torch's `Join` understands `divide_by_initial_world_size` and `weighting` here. In it, a model comes first in
+        the list, and a step is one forward of the model. Other packages' joinables with collectives come after it and
+        are called after its backward. Joined ranks do not mirror other collectives in the step. If a rank raises, the
+        others wait until the process group's timeout, and the hooks stay until the `Join` object is freed.
+        `torch_join.Join` has none of these limits.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -68,10 +68,10 @@ class JoinableModel(WrappingJoinable):
 class JoinableOptimizer(WrappingJoinable):
     """An optimizer as a `Joinable`.
 
-    In this package's `Join`, `Join([JoinableOptimizer(optimizer)])` is the same as `Join([optimizer])`. In torch's, the
-    last rank's optimizer state replaces the others' at the end, bit for bit; a rank that never stepped
-    gets it too. The shards of a `ZeroRedundancyOptimizer` are stepped in each step, with the gradients and
-    the hyperparameters that an active rank sends.
+    In this package's `Join`, `Join([JoinableOptimizer(optimizer)])` is the same as `Join([optimizer])`. In torch's
+    `Join`, all ranks get the last rank's optimizer state at the end, bit for bit, even a rank that never stepped. A
+    joined rank steps its shard of a `ZeroRedundancyOptimizer` in each step, with the gradients and the hyperparameters
+    that an active rank sends.
 
     Args:
         optimizer: The optimizer.
@@ -100,15 +100,15 @@ class JoinableOptimizer(WrappingJoinable):
 class JoinableState(WrappingJoinable):
     """Anything with `state_dict` and `load_state_dict` as a `Joinable`: an LR scheduler, a `GradScaler`, an average.
 
-    In this package's `Join`, `Join([JoinableState(thing)])` is the same as `Join([thing])`. In torch's, too, the last
-    rank's state replaces the others' at the end.
+    In this package's `Join`, `Join([JoinableState(thing)])` is the same as `Join([thing])`. In torch's `Join` too, all
+    ranks get the last rank's state at the end.
 
     Args:
         thing: The object, which may also be a plain module or optimizer.
         process_group: The process group, by default the whole world.
 
     Raises:
-        JoinTypeError: `thing` has no state to hand over, or takes part in each step and has its own kind of joinable.
+        JoinTypeError: `thing` has no state to hand over, or takes part in each step and needs another kind of joinable.
 
     Limits:
         In torch's `Join` it comes after the joinable that announces each step of the loop, usually a model.
@@ -130,21 +130,21 @@ class JoinableState(WrappingJoinable):
 class JoinableMetric(WrappingJoinable):
     """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
 
-    In this package's `Join`, `Join([JoinableMetric(metric)])` is the same as `Join([metric])`. In torch's, too, states
-    synced in a step (`dist_sync_on_step=True`, or a `compute()`) come only from the active ranks, or from all
-    that have updated the metric; a `reset()` resets it on the joined ranks as well.
+    In this package's `Join`, `Join([JoinableMetric(metric)])` is the same as `Join([metric])`. In torch's `Join` too,
+    only the active ranks contribute states to a sync in a forward (`dist_sync_on_step=True`), and all ranks that have
+    updated the metric contribute to a `compute()` in a step. A `reset()` also resets the metric on joined ranks.
 
     Args:
         metric: The metric.
 
     Raises:
-        JoinTypeError: It is not a metric of torchmetrics.
+        JoinTypeError: `metric` is not a torchmetrics metric.
 
     Limits:
-        In torch's `Join` ranks leave the loop one by one, so `compute()` belongs in a step or after
-        the `with`, where torchmetrics syncs as usual; between the two it would wait for ranks that are not
-        there. Without a model before it, one of its metrics has `dist_sync_on_step=True`, and the first of
-        these is called once per step. Other packages' joinables come before it.
+        In torch's `Join`, ranks leave the loop one by one. So call `compute()` in a step, or after the `with`, where
+        torchmetrics syncs as usual; between the two it would wait for ranks that do not call it. Without a model before
+        it, one of its metrics must have `dist_sync_on_step=True`, and the first such metric is called once per step.
+        Other packages' joinables come before it.
     """
 
     is_replicated = False
