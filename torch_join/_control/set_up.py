@@ -56,7 +56,7 @@ class SetUp:
         """Wait until all ranks have called this.
 
         Raises:
-            JoinTimeoutError: Some ranks have not come in time. Over gloo, rank 0 names them; others can name rank 0.
+            JoinTimeoutError: Some ranks have not come in time. Over gloo, rank 0 names them; other ranks name rank 0.
         """
         is_gloo = _compat.is_of_gloo(self._group)
         self._begin_to_wait(math.inf if is_gloo else time.monotonic() + self._timeout.total_seconds())

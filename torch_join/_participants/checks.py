@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat
 
-# Modules whose classes shard a model, or an optimizer's state, by their own collectives. DeepSpeed's were seen in
-# 0.19.8.
+# Modules whose classes shard a model, or an optimizer's state, by their own collectives (DeepSpeed's: as of 0.19.8).
 _SHARDING = (
     *("deepspeed.runtime.zero", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.pipe"),
     *("fairscale.nn.data_parallel", "fairscale.optim.oss", "megatron.core.optimizer.distrib_optimizer"),

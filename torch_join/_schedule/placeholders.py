@@ -92,7 +92,7 @@ def make_placeholder(kind: Placeholder, last: Any) -> Any:
 
 
 class WeighedLosses:
-    """Weighs losses where their backwards start, in loops in which finished ranks run placeholders.
+    """Weights losses where their backwards start, in loops where finished ranks run placeholders.
 
     Args:
         weighting: How the gradients of the active ranks are combined.

@@ -11,7 +11,7 @@ from torch_join._schedule.packing import pack
 from torch_join._schedule.plan import Plan
 from torch_join._schedule.rebalancer import Meet, Rebalancer, Source
 
-_AT_ONCE = 2**30  # the most bytes of batches that a rank gives away in one step
+_AT_ONCE = 2**30  # the most bytes of batches that a rank sends in one step
 _Begin = tuple[int | None, bool, int, int, bool, str, str]  # exchanged at an epoch's start, in `Rebalancing.begin`
 
 

@@ -49,7 +49,7 @@ def check_entered(driver: object, what: str = "A loop over join.batches was begu
     """Raise if the driver's `Join` is not entered.
 
     Raises:
-        JoinError: It is not entered.
+        JoinError: The `Join` is not entered.
     """
     if not is_entered(driver):
         raise JoinError(

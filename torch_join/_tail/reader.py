@@ -283,9 +283,9 @@ class Unbegun:
 
 
 class LoaderWatch:
-    """Checks, on a rank without a batch that waits for other ranks, whether a loader of theirs waits for this rank.
+    """Checks, on a rank without a batch that waits for other ranks, whether another rank's loader waits for this one.
 
-    A loader may be in a collective for a moment, so this raises only if two checks find it in the same step's.
+    A loader may be in a collective for a moment, so this raises only if two checks find it there in the same step.
 
     Args:
         channel: The channel between the ranks.

@@ -1,4 +1,4 @@
-"""Checks for loaders that refill the same memory for each batch while batches are read ahead."""
+"""Detects loaders that refill the same memory for each batch while batches are read ahead."""
 
 import sys
 from collections import deque

@@ -17,7 +17,7 @@ from torch_join._participants.hook import Hook
 
 
 class StaleReads:
-    """Watches the `state_dict` of given models and optimizers.
+    """Watches the `state_dict` calls of the models and optimizers passed to `Join`.
 
     Args:
         objects: Everything passed to `Join`.

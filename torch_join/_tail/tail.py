@@ -67,7 +67,7 @@ class Tail:
     def reset(self) -> None:
         """Reset to the state before the first loop."""
         self.early_exit: EarlyExit | None = None
-        self._looked_at = -1  # the step of the current loop at whose top this rank last called `_look`
+        self._looked_at = -1  # the step of the current loop before which `look` has recorded the state
         self._began_at = -1  # the first step of the tail
         self.tail_log.members.last_joiner = True
 
@@ -185,7 +185,7 @@ class Tail:
                 for ends in filter(None, begun):
                     ends()
 
-            if still:  # all ranks left at the same step, some by `break`, which may have changed state since then
+            if still:  # all left at the same step, and those that left by `break` may have changed state since then
                 end()
                 self._audit.forget()
             else:

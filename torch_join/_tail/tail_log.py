@@ -43,7 +43,7 @@ class TailLog(Announcer):
         backwards: Follows collectives in backward.
         hears_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
-        has_to_meet: Whether a meeting was put off, or this rank has to finish a loop that it left.
+        has_to_meet: Whether a meeting is deferred, or this rank has to finish a loop that it left.
         asked: The number of exchanges of all ranks' places in their loaders that this rank knows of.
     """
 

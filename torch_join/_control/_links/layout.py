@@ -2,7 +2,7 @@
 
 The ranks of one host form a heap in which each rank has up to seven children. The first ranks of all hosts form another
 one above these. So a host with eight ranks is one level deep. With 64 processes on two cores, a barrier costs the
-busiest rank 111 to 116 us of processor time (117 to 125 us with eight children, 112 to 119 us with six).
+busiest rank 111 to 116 us of processor time (117 to 125 with eight children, 112 to 119 with six; others stay alike).
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ _POST = struct.Struct("<QI")  # the last record, and the size of the name; the n
 # The barrier's number, the number of ranks that have come, and the sizes of the sum and the set of ranks that follow.
 _BARRIER = struct.Struct("<QIHH")
 _BEAT_BYTES = _BARRIER.size
-# Barriers with these numbers are sums, whose result only the lowest rank gets, and gathers.
+# Barrier numbers from `SUMS` on are sums, whose result only the lowest rank gets; from `GATHERS` on, gathers.
 SUMS, GATHERS = 1 << 62, 1 << 63
 _KEPT, _SUMS_KEPT = 4096, 16  # the most values that a rank keeps for others, and sums that rank 0 keeps
 VALUE = struct.Struct("<II")  # the rank, and the number of bytes that follow

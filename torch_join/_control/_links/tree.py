@@ -107,7 +107,7 @@ class Tree:
             time.sleep(stays)
 
     def open(self) -> tuple[int, ChannelState]:
-        """Open the next stream, with any messages that came early; return its number and state. All ranks do so."""
+        """Open the next stream, with any messages that came early; return its number, equal on all ranks, and state."""
         node = self.node
         with self.links.lock:
             number, node.opened = node.opened, node.opened + 1

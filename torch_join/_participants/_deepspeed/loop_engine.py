@@ -171,7 +171,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
                 )
 
     def before_all_ranks(self) -> None:
-        # A user's scheduler may have changed them since the last step, and each rank saves them with its own shard.
+        # A user's scheduler may have changed the options since the last step; each rank saves those of its own shard.
         self.announce_open("options", _compat.options_of(self.engine))
 
     def _of_clearing(self, of_engine: bool, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any]]:

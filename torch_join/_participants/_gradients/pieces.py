@@ -46,10 +46,10 @@ class Pieces:
         self.under_way = False
         self._delays = False  # whether DDP averages at the end of the next backward
         self._is_whole = False  # whether the current backward was announced as a whole
-        self._due: set[int] = set()  # on a joined rank: the parameters whose gradients have yet to come
+        self._due: set[int] = set()  # on a joined rank: the parameters whose gradients have not come yet
         self._output: Callable[[], None] | None = None  # runs the whole backward at once, in a first iteration
         self._around = ExitStack()
-        self._is_open = False  # whether `_around` has anything in it
+        self._is_open = False  # whether `_around` holds a context
 
     # ------------------------------------------------------------ on an active rank
 

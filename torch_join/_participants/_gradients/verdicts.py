@@ -30,7 +30,7 @@ Runs = list[tuple[State, int]]
 
 
 def runs_of(states: Iterable[State]) -> Runs:
-    """Return the states as runs, in which they are sent."""
+    """Return the states as runs, the form in which ranks send them."""
     return [(state, len([*same])) for state, same in groupby(states)]
 
 
