@@ -1,4 +1,4 @@
-"""`python -m torch_join doctor`, alone or under torchrun: checks what torch_join needs of a machine, or of a job."""
+"""`python -m torch_join doctor`, alone or under torchrun: checks that a machine or a job can run torch_join."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
-"""Puts the rows that ranks have computed in a loop over uneven batches in order.
+"""Gathers the rows that the ranks computed in a loop over uneven batches, in order.
 
-Everything goes over the process group, as bytes and in pieces of a bounded size, so that any dtype arrives bit for bit.
+All data goes over the process group as bytes, in pieces of bounded size, so any dtype arrives bit for bit.
 """
 
 import pickle
@@ -32,12 +32,12 @@ class _Said:
     """A rank's message to the others before it sends rows.
 
     Attributes:
-        error: Why this rank has no rows, if it should have some.
-        tree: The structure of its batches; `None` without a batch.
+        error: Why this rank could not prepare its rows; empty if it could.
+        tree: The structure of its batches; `None` if it has no batch.
         count: The number of rows.
-        packed: The size in bytes of each of its lists, by path.
+        packed: The pickled size in bytes of each list, by path.
         has_indices: Whether it knows the indices of its samples.
-        way: How it wants the rows, which must be the same on all ranks.
+        way: The requested receiver and `by_rank`, which must be the same on all ranks.
     """
 
     error: str = ""
@@ -59,30 +59,29 @@ def gather_in_order(
     what: str = "rows",
     needs_indices: bool = False,
 ) -> Any:
-    """Return all ranks' rows in one structure like a batch's; all ranks call this.
+    """Gather the rows of all ranks in one structure like that of a batch; all ranks call this.
 
     A structure is a tensor, a list, or a tuple or a mapping of structures. Tensors are joined along their first
     dimension, and lists end to end. A mapping becomes a dictionary.
 
-    With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row. (A
+    With indices, rows are sorted by index, and each index occurs once: the first row of the lowest rank that has it. (A
     sampler that pads, such as torch's `DistributedSampler`, gives some samples to two ranks.) Without indices, rows are
     in the order of the ranks and their batches.
 
     Args:
-        batches: This rank's structures, one for each batch. A rank may have none.
-        indices: For each batch the indices of its samples, in the dataset that all ranks have.
+        batches: This rank's structures, one per batch. A rank may have none.
+        indices: For each batch, the indices of its samples in the dataset that all ranks share.
         group: The process group, by default the whole world.
         rank: The rank in the group that gets the result; by default all do.
-        by_rank: Whether each rank's indices belong to its own dataset: rows are then in the order of the ranks, and
-            within each rank in that of its indices.
+        by_rank: Whether each rank's indices belong to its own dataset. Rows are then sorted by rank, then by index.
         what: The name of a structure in errors.
-        needs_indices: Whether to refuse rows without indices.
+        needs_indices: Whether to raise if rows come without indices.
 
     Returns:
-        The structure, or `None` on ranks other than `rank`, and if no rank has a batch.
+        The structure. `None` on ranks other than `rank`, and on all ranks if no rank has a batch.
 
     Raises:
-        JoinValueError: On all ranks, if the rows of some cannot be joined; the message has the rank and the part.
+        JoinValueError: On all ranks, if some rank's rows cannot be joined. The message has the rank and the part.
     """
     values: dict[str, Tensor] = {}
     known: Tensor | None = None
@@ -90,7 +89,7 @@ def gather_in_order(
         if needs_indices and len(batches) > 0 and indices is None:
             raise JoinValueError(_NO_INDICES)
         said, values, known = _prepare(batches, indices, what, (rank, by_rank))
-    except Exception as error:  # the other ranks wait, so they get it too
+    except Exception as error:  # the other ranks wait for a message, so they get the error
         said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
     everyone: list[_Said] = _objects.gather(said, f"What a rank says of its {what}", group)
     tree = _check(everyone, what)
@@ -121,18 +120,18 @@ def gather_given(
     order: Literal["dataset", "shards"] | None = None,
     is_dealt_out: bool = False,
 ) -> Any:
-    """Do what `Join.gather_in_order` documents, with one structure, a list of one for each batch, or `None`.
+    """Implement `Join.gather_in_order`, for one structure, a list with one per batch, or `None`.
 
     Args:
         rows: The user's rows.
         indices: The user's indices.
         group: The process group.
         rank: The rank in the group that gets the result; by default all do.
-        order: `"dataset"`: indices are those of a dataset that all ranks have. `"shards"`: of each rank's own dataset.
-        is_dealt_out: Whether a dataset is dealt out to the ranks, so that ordering its rows takes indices.
+        order: `"dataset"`: indices belong to a dataset that all ranks share. `"shards"`: to each rank's own dataset.
+        is_dealt_out: Whether one dataset is split among the ranks, so ordering its rows takes indices.
 
     Raises:
-        JoinValueError: On all ranks, if rows are to be in the dataset's order, and a rank has no indices.
+        JoinValueError: On all ranks, if the dataset's order is required and a rank passes no indices.
     """
     if rows is None:
         rows, indices = [], None
@@ -155,7 +154,7 @@ def gather_given(
 def _prepare(
     batches: Sequence[Any], indices: Sequence[Any] | None, what: str, way: tuple[int | None, bool]
 ) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
-    """Return the message; by path, a tensor's bytes (rows, bytes of a row) or a pickled list's; and all indices."""
+    """Return the message, the data by path (bytes of shape rows x row size, or of a pickled list), and all indices."""
     if indices is not None and len(indices) != len(batches):
         raise JoinValueError(f"There are indices of {len(indices)} batches, but {what} of {len(batches)}.")
     known = None if indices is None else [_as_indices(each) for each in indices]
@@ -223,7 +222,7 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
 def _places(
     known: Tensor | None, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
 ) -> tuple[list[Tensor], int]:
-    """See `place_rows`; only a rank that receives rows receives their indices."""
+    """Call `place_rows`; a rank that receives no rows does not receive their indices either."""
     counts = [each.count for each in everyone]
     if not any(each.has_indices for each in everyone):
         return place_rows(counts, None, by_rank)
@@ -235,7 +234,7 @@ def _places(
 
 
 def place_rows(counts: Sequence[int], indices: Sequence[Tensor] | None, by_rank: bool) -> tuple[list[Tensor], int]:
-    """Return, for each rank, the places of its rows in the result (-1: left out), and the result's number of rows.
+    """Return the place of each rank's rows in the result (-1 for a row left out), and the number of rows in the result.
 
     Args:
         counts: Each rank's number of rows.
@@ -254,7 +253,7 @@ def place_rows(counts: Sequence[int], indices: Sequence[Tensor] | None, by_rank:
 
 
 def _ranked(indices: Tensor) -> tuple[Tensor, int]:
-    """Return the place of each index in sorted order, -1 for a repeated one, and the number of different ones."""
+    """Return each index's place in sorted order (-1 for a repeated index), and the number of distinct indices."""
     ordered, order = indices.sort(stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]

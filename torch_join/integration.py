@@ -101,7 +101,7 @@ def sharded_lockstep_join(driver: StepDriver, model: nn.Module, joinables: Seque
 
 
 def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
-    """Make joined ranks follow, in evaluation steps, the gathers of `model` by DeepSpeed or FSDP."""
+    """Make joined ranks take part in the gathers that DeepSpeed or FSDP runs for `model` in evaluation steps."""
     if is_engine(model):
         from torch_join._lockstep.engine import LockstepEngineParticipant
 
@@ -112,12 +112,12 @@ def follow_sharded_model(driver: StepDriver, model: nn.Module) -> Participant:
 
 
 def driver_of(join: Join) -> LoopDriver:
-    """Return the driver of a `Join`, with the operations that are for adapters and not for users."""
+    """Return the driver of a `Join`, whose operations are for adapters only."""
     return join._driver
 
 
 def join_with(options: Options, joinables: Sequence[Any]) -> Join:
-    """Return a `Join` of these joinables with a user's options."""
+    """Return a `Join` with these joinables and options."""
     join = Join.__new__(Join)
     join._use(joinables, options)
     return join

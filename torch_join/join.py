@@ -35,42 +35,42 @@ class Join(TorchJoin):
             ...
     ```
 
-    A rank that has run out of inputs serves the others: it takes part in the gradients' all-reduce
-    with zeros, and in any other collective of the step with a neutral value. When the last rank is
-    done, its state (of all joinables) is handed over to the others, and all leave the loop
-    together. A plain `for` over the loader works too: ranks meet at each forward of a model.
+    A rank that has run out of inputs still takes part in the collectives of the other ranks. It contributes zeros to
+    the gradient all-reduce, and a neutral value to any other collective of the step. When the last rank finishes, the
+    state of its joinables is copied to the other ranks, and all ranks leave the loop together. A plain `for` over the
+    loader works too: ranks then meet at each forward of a model.
 
     Args:
         joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything
             with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
         enable: `False` makes the context do nothing: `batches` yields the loader's batches, and every rank is active.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
-        weighting: How the gradients of the active ranks are combined: `"world"` (the default), their sum over the
-            number of ranks; `"active"`, their mean; `"samples"`, weighted by their batches' sizes; a function, weighted
-            by the number that it returns for a batch from the loader (its tokens, say).
-        may_break: Whether ranks meet in each step even if lengths are certain; needed if ranks may `break` out of
-            their loops at different steps.
+        weighting: How the gradients of the active ranks are combined. `"world"` (the default): their sum divided by the
+            number of ranks. `"active"`: their mean. `"samples"`: weighted by batch size. A function: weighted by the
+            number that it returns for a batch from the loader, such as a token count.
+        may_break: Whether ranks may `break` out of their loops at different steps. They then meet in each step, even if
+            lengths are certain.
         timeout: How long a rank waits for another, by default 30 minutes.
         audit: In which loops to compare the ranks' states: `"tail"`, loops that a rank ends early; `True`, all loops.
-        hand_over_ignored: Whether to hand over parameters that DDP ignores; `None`: those with the same bytes on all
-            ranks.
-        hand_over_buffers: Whether to hand over FSDP's buffers, and those that DDP does not broadcast; `None`: those of
-            modules whose buffers had the same bytes on all ranks after each had trained.
-        backward_collectives: Whether backwards may run collectives although no autograd function ran one in the
-            forward; if one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
+        hand_over_ignored: Whether to hand over parameters that DDP ignores. `None`: only those with the same bytes on
+            all ranks.
+        hand_over_buffers: Whether to hand over FSDP's buffers, and those that DDP does not broadcast. `None`: only
+            those of modules whose buffers had the same bytes on all ranks after each rank had trained.
+        backward_collectives: Whether a backward may run collectives although no autograd function ran one in the
+            forward. If one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
         rebalance: Whether ranks that have run out of batches receive batches of other ranks, so that all train until
             the end. Loops must be over `batches`, and all ranks must leave them at the same step.
-        placeholder: What a finished rank runs the remaining steps on itself, for models that live on several ranks
-            (experts, pipelines); the loss of such a step counts zero. `"last"`: its last batch; `"rows"`: that batch
-            without samples (`tensor[:0]`); a function: what it returns for that batch. A rank that never had a batch
-            uses another rank's. Nothing is mirrored or handed over: every rank makes every call.
+        placeholder: The batch on which a finished rank runs the remaining steps itself, for models that live on several
+            ranks (experts, pipelines). The loss of such a step counts zero. `"last"`: its last batch. `"rows"`: that
+            batch without samples (`tensor[:0]`). A function: its return value for that batch. A rank that never had a
+            batch uses another rank's. Nothing is mirrored or handed over: every rank makes every call.
         monitor: Measures each loop over `batches`, and the cost of uneven inputs there: see `JoinMonitor`.
-        **hooks: Forwarded to every `join_hook`; `divide_by_initial_world_size` is understood too.
+        **hooks: Passed to every `join_hook`. `divide_by_initial_world_size` selects a weighting, as in torch.
 
     Raises:
-        JoinValueError: `joinables` is empty, or has different process groups. Or there is a monitor, and several ranks
-            that do not meet because of `enable=False`.
-        JoinTypeError: A joinable is of a type that cannot take part; or an argument is unknown, and no hook takes it.
+        JoinValueError: `joinables` is empty, or its members have different process groups. Or several ranks have a
+            monitor and `enable=False`.
+        JoinTypeError: A joinable has an unsupported type, or `Join` and all hooks lack an argument that was passed.
         EarlyTerminationError: See `throw_on_early_termination`.
     """
 
@@ -130,24 +130,24 @@ class Join(TorchJoin):
         self, loader: Iterable[T], *, name: str = "", placeholder: Placeholder | None = None
     ) -> Iterable[T]: ...
     def batches(self, loader: Iterable[T], *, name: str = "", placeholder: Placeholder | None = None) -> Iterable[T]:
-        """Go through the batches of `loader`; all ranks leave the loop together, in one common state.
+        """Iterate over the batches of `loader`; all ranks leave the loop together, in the same state.
 
-        A certain length (of a list, or of a `DataLoader` with a torch sampler) is exchanged once, and
-        steps then cost nothing. Otherwise the ranks meet at each batch.
+        If all lengths are certain (a list, or a `DataLoader` with a torch sampler), the ranks exchange them once, and
+        steps cost nothing extra. Otherwise the ranks meet at each batch.
 
         Args:
             loader: This rank's batches; there may be none.
             name: The loop's name, if an epoch has several loops: `state_dict` has a place for each name.
-            placeholder: What finished ranks run the steps of this loop on, in place of the placeholder of `Join`.
+            placeholder: The placeholder for this loop, in place of that of `Join`.
 
         Returns:
-            This rank's batches, to loop over once; with a placeholder, as many as the longest rank has. It is not an
-            iterator: a progress bar that holds it does not keep a loop open that you left by `break`.
+            This rank's batches, to loop over once. With a placeholder, there are as many as on the longest rank. The
+            result is no iterator, so a progress bar that holds it does not keep open a loop that you left by `break`.
         """
         return self._driver.batches(loader, name, placeholder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have trained on, so that another job can resume the current or last loop.
+        """Return every rank's position in its data, from which another job can resume the current or last loop.
 
         ```python
         for batch in join.batches(loader):
@@ -158,42 +158,42 @@ class Join(TorchJoin):
                     torch.save({"model": ddp.module.state_dict(), "join": position}, path)
         ```
 
-        All ranks that have a batch call it at the same step, and wait for each other; finished ranks add their part
-        without a call. The current batch counts as trained on. Resumed from a state after the loop, the next loop
-        starts anew; after a `break`, this loop continues. If an epoch has several loops, give each a name.
+        All active ranks call it at the same step, and wait for each other; finished ranks add their part without a
+        call. The current batch counts as trained on. A state from after the loop makes the next loop start anew; after
+        a `break`, it makes this loop continue. If an epoch has several loops, give each a name.
 
         Returns:
-            The same state on all ranks: numbers, texts, tensors, and the states of loaders that have a `state_dict`.
+            The same state on all ranks: numbers, strings, tensors, and the states of loaders that have a `state_dict`.
 
         Raises:
             JoinError: Some ranks did not call it, or called it at another step.
             JoinTypeError: A loader's state cannot be pickled.
-            UnsupportedError: The order is seeded by the clock, so that it cannot be reproduced.
+            UnsupportedError: The order of the data is seeded by the clock, so it cannot be reproduced.
         """
         return self._driver.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next loop over `batches` where `state_dict` was called; all ranks call this.
 
-        With several names, the next loop of the saved name resumes. Loops of other names are empty until then, since
-        they were over in the saved epoch. Later loops start anew, in the order that they would have had.
+        If loops have names, the next loop with the saved name resumes. Until then, loops with other names are empty,
+        since the saved epoch had finished them. Later loops start anew, in the data order of an uninterrupted run.
 
-        A loader with a `load_state_dict` gets its state back. Any other loader must yield the same batches again: those
-        that were trained on are skipped, without being read if they come from a sampler. For that, the generators that
-        draw an order are set, and so are the epochs of samplers with a `set_epoch`.
+        A loader with a `load_state_dict` gets its state back. Any other loader must yield the same batches again; those
+        that were trained on are skipped, and not even read if they come from a sampler. To repeat the order, this sets
+        the generators that draw it, and the epochs of samplers with a `set_epoch`.
 
         Args:
             state: The return value of `state_dict`.
 
         Raises:
-            JoinValueError: Another number of ranks wrote it in the middle of a loop. Or, as the loop starts: it is over
-                another loader, or not all ranks have loaded the state.
-            JoinError: A loop is under way.
+            JoinValueError: A different number of ranks wrote it in the middle of a loop. Or, when the loop starts: it
+                has another loader, or only some ranks have loaded the state.
+            JoinError: A loop is running.
         """
         self._driver.load_state_dict(state)
 
     def stop_requested(self) -> bool:
-        """Return whether a rank has got SIGTERM or SIGUSR1; all ranks get `True` in the same step.
+        """Return whether any rank has received SIGTERM or SIGUSR1; all ranks get `True` in the same step.
 
         ```python
         for epoch in range(first_epoch, epochs):
@@ -208,20 +208,20 @@ class Join(TorchJoin):
                 break
         ```
 
-        In a loop, all ranks that have a batch call it at the same step; finished ranks take part without a call. After
-        the loop it returns the loop's answer again, without communication. If no loop calls it, all ranks call it
-        between loops, and meet.
+        In a loop, all active ranks call it at the same step; finished ranks take part without a call. After the loop it
+        returns the loop's answer again, without communication. If no loop calls it, all ranks must call it between
+        loops.
 
-        The call itself is the meeting, and takes a round trip: with certain lengths, an epoch has no other meeting that
-        could share the answer, and loops that do not call it pay nothing. If that is too much, call it every few steps.
-        Once it has returned `True`, it always does.
+        Each call takes a round trip between the ranks, because an epoch with certain lengths has no other meeting that
+        could carry the answer. Loops that do not call it pay nothing. If a round trip per step is too much, call it
+        every few steps. Once it has returned `True`, it always does.
 
-        From the first call until the end of the `with`, these signals no longer end the process, on any rank. Before
+        From the first call until the end of the `with`, these signals no longer end the process on any rank. Before
         that, and when called outside the main thread, they keep their effect. Your own handlers are called too.
 
         Raises:
-            JoinError: The loop is a plain `for`. Or ranks wait for each other, since some do not call it.
-            JoinValueError: Ranks do not meet, because of `enable=False`.
+            JoinError: The loop is a plain `for`, or only some ranks call it.
+            JoinValueError: `enable=False`, so ranks do not meet.
         """
         return self._driver.stop_requested()
 
@@ -230,8 +230,8 @@ class Join(TorchJoin):
 
         Args:
             tensor: This rank's tensor, of the same shape and type on each rank.
-            sync_grads: Whether gradients flow through it: each rank gets the gradients of all active ranks' losses,
-                each of which must then depend on the result.
+            sync_grads: Whether gradients flow through it: each rank gets the gradients of all active ranks' losses.
+                Each of these losses must then depend on the result.
 
         Returns:
             The tensors, stacked in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
@@ -242,16 +242,16 @@ class Join(TorchJoin):
         return gather_active(tensor, active, members.group if members.world_size > 1 else None, sync_grads)
 
     def weigh(self, value: Tensor) -> Tensor:
-        """Return a value times the weight of this rank's loss in a step, in a loop with a placeholder.
+        """Multiply a value by the weight of this rank's loss in the current step, in a loop with a placeholder.
 
-        For decisions that ranks make together: the sum over all ranks is the weighted mean loss, times the number of
-        ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
+        Use it for decisions that ranks make together: the sum over all ranks is the weighted mean loss times the number
+        of ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
 
         Args:
-            value: Of any shape, without a backward: a detached loss, or `grad_outputs` of `autograd.grad`.
+            value: A tensor of any shape, without gradient: a detached loss, or `grad_outputs` of `autograd.grad`.
 
         Raises:
-            JoinError: It has a backward; or the loop has no placeholder.
+            JoinError: The value requires a gradient, or the loop has no placeholder.
         """
         return self._driver.weigh(value)
 
@@ -266,23 +266,23 @@ class Join(TorchJoin):
         everything = join.gather_in_order(rows, indices)
         ```
 
-        With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row.
-        (A sampler that pads, such as torch's `DistributedSampler`, gives some samples to two ranks.) So the indices
-        must be those of one dataset that all ranks have. Without indices, rows are in order of ranks, then batches.
+        With indices, rows are sorted by index, and each index occurs once: the first row of the lowest rank that has
+        it. (A sampler that pads, such as torch's `DistributedSampler`, gives some samples to two ranks.) The indices
+        must belong to one dataset that all ranks share. Without indices, rows are sorted by rank, then by batch.
 
         Args:
-            rows: A list of this rank's structures, one for each batch; or one structure. A structure is a tensor with a
-                row for each sample, a list with an object for each, or a tuple or a mapping of structures. `None`, or
+            rows: This rank's structures: a list with one per batch, or one structure. A structure is a tensor with a
+                row per sample, a list with an object per sample, or a tuple or a mapping of structures. Pass `None`, or
                 an empty list, on a rank without a batch.
-            indices: The samples' indices: a sequence or a tensor for each structure; just one if `rows` is one.
+            indices: The samples' indices: a list with a sequence or tensor per structure; one if `rows` is one.
             rank: The rank that gets the result; by default all do.
 
         Returns:
             One structure of all samples: tensors joined along their first dimension, lists end to end; mappings as
-            dictionaries. `None` on ranks other than `rank`, and if no rank has a batch.
+            dictionaries. `None` on ranks other than `rank`, and on all ranks if no rank has a batch.
 
         Raises:
-            JoinValueError: On all ranks, if some rank's rows cannot be joined; the message has the rank and the part.
+            JoinValueError: On all ranks, if some rank's rows cannot be joined. The message has the rank and the part.
             JoinError: Some ranks have run out of batches, and others have not.
         """
         self._driver.check_together("join.gather_in_order")
@@ -295,7 +295,7 @@ class Join(TorchJoin):
 
     @property
     def backward_collectives(self) -> bool:
-        """Whether joined ranks follow every backward piece by piece; the same on all ranks."""
+        """Whether joined ranks follow every backward piece by piece; equal on all ranks."""
         return self._driver.backward_collectives
 
     @backward_collectives.setter
@@ -314,7 +314,7 @@ class Join(TorchJoin):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this rank trains on at the current step: with `rebalance`, perhaps another."""
+        """The rank whose batch this rank trains on at the current step: with `rebalance`, possibly another rank."""
         share = self._driver.share
         return None if share is None else share.owner
 

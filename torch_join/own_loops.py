@@ -34,12 +34,12 @@ class Loop(Generic[T]):
     """A loop over `loader`, with a context around it.
 
     Args:
-        owner: The owner of the context: an accelerator, a strategy. It has one such context at a time.
+        owner: The accelerator or strategy that the context belongs to. It has one such context at a time.
         loader: The loader.
         new_context: Returns the context, which yields its driver.
         batches: Returns the iterable to loop over in that context.
         distributed: Whether other processes may wait for this one to start or to end the loop.
-        advice: How to end a loop that was left by `break`, for an error.
+        advice: The call that ends a loop left by `break`, for errors.
 
     Attributes:
         context: The loop's context, while it is open.
@@ -73,7 +73,7 @@ class Loop(Generic[T]):
         return self._go_through(ticket if self.distributed else None)
 
     def _go_through_unasked(self, world: Callable[[], object]) -> Iterator[T]:
-        """Run a loop that other ranks are in, but that this rank's code never asked for a batch: it may have none."""
+        """Run a loop that other ranks have started, but that this rank's code never asked for a batch."""
         if world() is dist.group.WORLD:
             with self.new_context() as driver:
                 driver.asks = False
@@ -92,7 +92,7 @@ class Loop(Generic[T]):
         try:
             yield from self.batches(driver, self.loader)
         except GeneratorExit:
-            # A generator that is being closed must not wait for other ranks, as the end of the context does, nor raise.
+            # A generator that is being closed must not raise or wait for other ranks, as the end of the context does.
             self.left = True
             raise
         except BaseException as error:
@@ -122,14 +122,14 @@ class Loop(Generic[T]):
 
     @property
     def has_next(self) -> bool:
-        """Whether there is a batch that was not asked for yet; this reads it."""
+        """Whether the loader has another batch; this reads it ahead."""
         reader = None if self.driver is None else self.driver.reader
         return reader is not None and reader.has_next()
 
 
-# By owner, loops with an iterator that has not been asked for a batch yet.
+# By owner, the loops whose iterator has not been asked for a batch yet.
 _unbegun: WeakKeyDictionary[Any, Unbegun] = WeakKeyDictionary()
-# The loops with an open context. Until it ends, it is held by the functions that replace Accelerate's.
+# By owner, the loop with an open context. The functions that replace Accelerate's hold the context until it ends.
 _loops: dict[Hashable, Loop[Any]] = {}
 
 
@@ -138,8 +138,8 @@ def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bo
 
     Args:
         owner: The loop's owner.
-        also_held: Whether a loop by `iter` and `next` that has no more batches counts as left.
-        at_end: Whether any loop whose iterator a variable holds counts as left: training has ended.
+        also_held: Whether a loop by `iter` and `next` counts as left once it has no more batches.
+        at_end: Whether any open loop counts as left, because training has ended.
 
     Returns:
         Whether there was such a loop.
@@ -147,19 +147,19 @@ def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bo
     loop, error = _loops.get(owner), sys.exc_info()[1]
     found = loop is not None and (loop.left or at_end or (also_held and not loop.has_next))
     if loop is not None and found:
-        # At the end, in a `finally`, other ranks need the error; elsewhere, an error that is being handled is none.
+        # At the end of training, in a `finally`, other ranks need the error. Elsewhere, user code has caught it.
         loop.leave(error if at_end and error is not loop.handled else None)
     if at_end and error is None and owner in _unbegun:
         _unbegun[owner].begin_all()
     return found
 
 
-# By owner, the hooks that refuse backwards after the end of their step's loop, until the next loop starts.
+# By owner, the hooks that make a backward raise between the end of its loop and the start of the next loop.
 _refusals: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
 
 
 def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> None:
-    """Make a backward of these models raise: the context that would have noticed it has ended with the loop."""
+    """Make a backward of these models raise, since the context that would have noticed it has ended with the loop."""
 
     def refuse(_: Tensor) -> NoReturn:
         raise read_ahead(rank)
@@ -173,22 +173,22 @@ def _refuse_backwards(owner: Hashable, models: list[nn.Module], rank: int) -> No
         hooks.callback(model.register_forward_hook(after_forward).remove)
 
 
-_PATIENCE = timedelta(seconds=10)  # at the end of training, when other ranks may still have long work to do
-# Owners whose last loop may have been uneven, so that a rank may expect another loop; with their world.
+_PATIENCE = timedelta(seconds=10)  # how long `end` waits for other ranks, which may still have long work to do
+# By owner, the world of the last loop, if that was uneven, so that a rank may expect another loop.
 _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
 def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
-    """Put around the start of a context: training continues.
+    """Wrap the start of a context, which shows that training continues.
 
     Args:
         owner: The owner of the context.
-        driver: The driver, if the context contains just one loop, on all ranks.
+        driver: The driver, if the context contains exactly one loop on every rank.
     """
     may_have_ended = _ending.pop(owner, None) is not None
     if driver is not None:
-        # All ranks know whether one of them may have ended its training, which it reports at the start of a context.
+        # All ranks know whether one of them may have ended training. That rank sends `ENDS` at the start of a context.
         driver.is_one_loop, driver.begins_with_loop = True, not may_have_ended
     _refusals.pop(owner, ExitStack()).close()
     try:
@@ -201,7 +201,7 @@ def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
 
 
 def may_end(owner: Hashable, driver: LoopDriver) -> None:
-    """Note, at the end of a context, that some ranks may start another one while others end training."""
+    """Record, at the end of a context, that some ranks may start another one while others end training."""
     world = dist.group.WORLD
     if world is not None and driver.members.group is world and not driver.was_even:
         _ending[owner] = ref(world)
@@ -211,15 +211,15 @@ def may_end(owner: Hashable, driver: LoopDriver) -> None:
 def end(owner: Hashable) -> None:
     """End training; the ranks meet here instead of in another `with`.
 
-    A rank that has run out of batches does not learn that others decide in the loop's body to stop. If they end
-    training, it starts the next loop, and would find them gone. A rank whose process has ended, or that does not come
-    in time, is not an error here: it may have other work to do.
+    A rank that has run out of batches does not run the loop's body, so it does not see others decide there to stop. It
+    would start the next loop while they end training. A rank whose process has ended, or that does not come in time, is
+    no error here: it may have other work to do.
 
     Raises:
         JoinError: On all ranks, if one of them starts another loop because it did not learn of the stop.
     """
     world = _ending.pop(owner, None)
-    # In a `finally`, this rank already fails.
+    # In a `finally` that an exception passes through, this rank fails anyway.
     if world is None or dist.group.WORLD is None or world() is not dist.group.WORLD or sys.exc_info()[1] is not None:
         return
     channel = open_channel(world(), _PATIENCE)
@@ -238,7 +238,7 @@ def end(owner: Hashable) -> None:
 
 
 def to_the_end(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Run `function` as all of a process that ends without `atexit`, as those of a pool do; return its result."""
+    """Run `function` as the whole work of a process that skips `atexit` (a pool's worker), and return its result."""
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
@@ -267,7 +267,7 @@ def _at_exit() -> None:
 
 
 def _end_open_loops(error: BaseException | None) -> list[BaseException]:
-    """Finish loops that were left, as the process ends; if it ends with an error, tell ranks that may wait for it.
+    """Finish loops that were left, as the process ends. If it ends with an error, report that to waiting ranks.
 
     Returns:
         The errors raised, except `error` itself.

@@ -1,11 +1,11 @@
 """Rows of all ranks in one file, in order, written and read in bounded memory.
 
-While they are computed, each rank appends its rows to its own file, beside the final one. At the end rank 0 reads these
-files and writes all rows in order. So all ranks need one file system.
+Each rank appends its rows to its own file, beside the final one. At the end, rank 0 reads these files and writes all
+rows in order, so all ranks need the same file system.
 
-The final file has: a line with the format's name; the rows; for rows of different sizes, a table of where each one
-starts; a pickled list of `_Section`, one for each dataset; the position of that list. A row is the bytes of its
-tensors, one after the other, and then, if the structure has lists, one pickle of the row's objects.
+The final file starts with a line that names the format. Then come the rows of each dataset; if their sizes differ, a
+table of where each row starts follows them. The file ends with a pickled list of `_Section`, one per dataset, and the
+position of that list. A row is its tensors' bytes and, if the structure has lists, one pickle of its objects.
 """
 
 import os
@@ -47,7 +47,7 @@ class _Section:
         begin: The position of the first row.
         size: The size of all rows in bytes.
         row_bytes: The size of each row in bytes; `None` if sizes differ.
-        table: The position of the table of the rows' starts, and of the last row's end.
+        table: The position of the table, which holds the start of each row and the end of the last one.
     """
 
     tree: Any = None
@@ -78,7 +78,7 @@ class _Written:
 
 
 class RowsPart:
-    """The part that one rank writes.
+    """One rank's part of the rows, in its own file.
 
     Args:
         path: The path of the final file.
@@ -102,11 +102,11 @@ class RowsPart:
 
         Args:
             dataset: The number of its dataset.
-            structure: See `gather_in_order`; on the CPU.
+            structure: A structure as for `gather_in_order`, on the CPU.
             indices: The indices of the samples, if known.
 
         Raises:
-            JoinError: A part of the structure has no row for each sample, or differs from the batch before.
+            JoinError: A part of the structure lacks a row for some sample, or differs from the first batch.
         """
         rows, written = split(structure, self._what, None if indices is None else len(indices)), self._written[dataset]
         if written.tree is None:
@@ -125,7 +125,7 @@ class RowsPart:
         """Write all ranks' rows to one file; all ranks call this.
 
         Args:
-            by_rank: For each dataset, see `gather_in_order`.
+            by_rank: For each dataset, `by_rank` of `gather_in_order`.
             group: The process group, by default the whole world.
 
         Raises:
@@ -152,12 +152,12 @@ class RowsPart:
             self._file.write(pickle.dumps((self._name, self._written)))
             self._file.write(_END.pack(self._at))
             self._file.close()
-        except Exception as error:  # the other ranks wait, so they get it too
+        except Exception as error:  # the other ranks wait for a message, so they get the error
             return repr(error)
         return ""
 
     def abandon(self) -> None:
-        """Remove this rank's own file; doing it again does nothing."""
+        """Remove this rank's own file; a second call does nothing."""
         self._file.close()
         self._own_path.unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ def _path_of(path: Path, rank: int) -> Path:
 
 
 def _encode(rows: Rows) -> Iterator[tuple[bytes, Sequence[int]]]:
-    """Yield bytes, and how many of them belong to each row."""
+    """Yield pieces of bytes, each with the sizes of its rows."""
     tensors, lists = _kinds(rows.tree)
     parts = [raw_bytes(rows.values[leaf.path]).view(rows.count, leaf.row_bytes) for leaf in tensors]
     data = copied_bytes(torch.cat(parts, dim=1)) if parts else b""
@@ -184,7 +184,7 @@ def _encode(rows: Rows) -> Iterator[tuple[bytes, Sequence[int]]]:
 
 
 def _decode(tree: Any, data: Sequence[bytes]) -> Any:
-    """Return the structure of some rows."""
+    """Rebuild a structure from the bytes of some rows."""
     tensors, lists = _kinds(tree)
     width = sum(leaf.row_bytes for leaf in tensors)
     joined = bytearray().join(row[:width] for row in data) if lists else bytearray().join(data)
@@ -210,7 +210,7 @@ def _kinds(tree: Any) -> tuple[list[Leaf], list[Leaf]]:
 
 
 def _advance(steps: Iterator[None]) -> str | None:
-    """Continue to write; return `None` at the end, or the error."""
+    """Write the next piece; return an empty text, the error's text, or `None` at the end."""
     try:
         next(steps)
     except StopIteration:
@@ -221,7 +221,7 @@ def _advance(steps: Iterator[None]) -> str | None:
 
 
 def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterator[None]:
-    """Write all rows, a piece with each step."""
+    """Write all rows, one piece per step."""
     new = path.with_name(f"{path.name}.new")
     files, written = [], []
     try:
@@ -316,7 +316,7 @@ class FileRows(Sequence[Any]):
     """The rows of one dataset in a file, in order; each is read when it is accessed.
 
     `rows[i]` belongs to one sample: its row of each tensor, and its object of each list. `rows[i:j]` is a structure
-    like a batch's, and `rows[:]` that of all samples, or `None` if there are none. Iterating yields the samples.
+    like that of a batch, and `rows[:]` holds all samples, or is `None` if there are none. Iterating yields samples.
 
     Args:
         path: The path of the file.

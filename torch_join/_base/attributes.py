@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Replaces attributes for a while."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def setting(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object, a class or a module inside; afterwards restore, or remove, its own."""
+    """Set attributes of an object, a class or a module inside the `with`; afterwards restore or remove them."""
     properties = [name for name in attributes if hasattr(getattr_static(type(owner), name, None), "__set__")]
     before = {name: getattr(owner, name) for name in properties}
     before |= {name: vars(owner)[name] for name in attributes if name not in before and name in vars(owner)}

@@ -1,4 +1,4 @@
-"""Which device a rank works on, with few waits for that device."""
+"""Which device a rank works on; and reading from devices with few waits."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary
 
 
 def use_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Note the device that this rank uses for a group, which need not be the current one.
+    """Record the device that this rank uses for a group, which need not be the current one.
 
-    Messages between ranks name kinds of devices only, since each rank has its own; without this, a rank that has not
-    called `torch.cuda.set_device` would use the first device, as would all ranks of its machine.
+    Messages between ranks contain only types of devices, since each rank has its own device. Without this record, all
+    ranks of a machine that have not called `torch.cuda.set_device` would use the first device.
     """
     if dist.is_initialized():
         _devices[group or cast(dist.ProcessGroup, dist.group.WORLD)] = device
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that this rank uses for a group: the CPU unless another one was noted."""
+    """Return the device that this rank uses for a group: the CPU unless another one was recorded."""
     known = _devices.get(group or cast(dist.ProcessGroup, dist.group.WORLD)) if dist.is_initialized() else None
     return known or torch.device("cpu")
 
 
 def current_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that this rank uses for a group: the current one unless another one was noted."""
+    """Return the device that this rank uses for a group: the current one unless another one was recorded."""
     known, accelerator = device_of(group), torch.accelerator.current_accelerator()
     if known.type != "cpu" or accelerator is None:
         return known

@@ -9,7 +9,7 @@
     └── JoinTimeoutError (TimeoutError)  another rank did not answer in time
 
     JoinWarning (UserWarning)         the set-up works, but perhaps not as intended
-    ├── JoinDriftWarning              ranks hold different states, or a value of some ranks' batches alone
+    ├── JoinDriftWarning              ranks hold different states, or a value from only some ranks' batches
     ├── JoinDataWarning               samples are left out, trained on twice, or read in another order
     ├── JoinPerformanceWarning        training takes longer than necessary
     └── JoinFutureWarning (FutureWarning)  an old name, which works until the next minor release

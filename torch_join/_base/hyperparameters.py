@@ -1,10 +1,10 @@
-"""Whether the ranks' optimizers still have the same hyperparameters.
+"""Checks that the ranks' optimizers still have the same hyperparameters.
 
-They differ for two reasons. A joined rank does not run user code, and does not see what the others gather from then on,
-so a decision made there (a learning rate, from a metric of an uneven loop) differs. And a schedule over a rank's own
-number of batches differs from the first step, which the handover at the end of each loop would hide. So all ranks
-compare where they meet anyway, and those that were active compare when one of them joins: there, all raise the error,
-and none waits for a rank that has already raised it.
+They come to differ for two reasons. A joined rank does not run user code and does not get the values that active ranks
+gather, so it misses a decision made there, such as a learning rate set from a metric. And a schedule over a rank's own
+number of batches differs from the first step; the handover after each loop would hide that. So all ranks compare where
+they meet anyway, and active ranks compare when one of them joins. All of them then raise the error, and none waits for
+a rank that has already raised it.
 """
 
 import math
@@ -18,10 +18,10 @@ from torch_join._base.errors import JoinError
 _SIMPLE = (bool, int, float, str)
 _Simple = float | bool | str | None  # an `int` is a `float`, too
 Hyperparameters = list[tuple[str, _Simple | tuple[_Simple, ...]]]  # names and values
-# Some optimizers compute one (Prodigy and D-Adaptation their `d`), whose last bits may depend on the number of threads,
-# for example. Schedules that differ do so by far more.
+# Some optimizers compute a hyperparameter (`d` in Prodigy and D-Adaptation), whose last bits may depend on the number
+# of threads, for example. Different schedules differ by far more.
 _TOLERANCE = 1e-6
-Words = list[tuple[int, Hyperparameters]]  # a rank's last steps, with their numbers
+Words = list[tuple[int, Hyperparameters]]  # the hyperparameters in a rank's last steps, with the steps' numbers
 
 
 def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
@@ -36,7 +36,7 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
-    """Put another rank's `group_options` into the groups of an optimizer, on the devices of the tensors replaced.
+    """Set the groups of an optimizer to another rank's `group_options`; tensors stay on their devices.
 
     Raises:
         ValueError: The optimizer has another number of groups.
@@ -72,8 +72,8 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
 class Steps:
     """The hyperparameters at the start of this rank's last two steps in a loop.
 
-    When the ranks find out that a rank joins, it has started one step less than the others, or the same number. And
-    code after a loop, or at the top of the next step, may have changed hyperparameters since.
+    When the ranks notice that a rank has joined, it has started as many steps as the others, or one fewer. Since then,
+    code after a loop or at the top of the next step may have changed hyperparameters.
 
     Args:
         objects: Everything passed to `Join`.
@@ -93,7 +93,7 @@ class Steps:
         self._begun = 0
         self._last: list[tuple[int, list[list[dict[str, Any]]]]] = []
         self._changing: list[tuple[int, int, str]] = []  # optimizer, group and name of values that may change in place
-        self._counts: list[int] = []  # each optimizer's number of groups when these were found
+        self._counts: list[int] = []  # each optimizer's number of groups when `_changing` was computed
 
     def begin(self) -> None:
         """Note the hyperparameters at the start of a step."""
@@ -102,14 +102,14 @@ class Steps:
         self._last = [*self._last[-1:], (self._begun, self._copies())]
 
     def skip(self) -> None:
-        """Start a step in which, and before which, no rank can join."""
+        """Start a step; no rank can join in it or before it."""
         self.now = True
         self._begun += 1
 
     def _copies(self) -> list[list[dict[str, Any]]]:
         """Return copies of all groups, whose values no longer change.
 
-        There may be hundreds of groups in each step, so values that may change in place are found once per loop.
+        There may be hundreds of groups, so this searches once per loop for values that may change in place.
         """
         copies = [[group.copy() for group in optimizer.param_groups] for _, optimizer in self._named]
         if (counts := list(map(len, copies))) != self._counts:
@@ -132,7 +132,7 @@ class Steps:
         Args:
             late: Whether a value may have changed since the start of the last step.
         """
-        # A value that began to change in place within the loop has no copy, only its current value.
+        # A value that started to change in place within the loop has no copy, only its current value.
         newest = self._begun if self.now and not late else -1
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
@@ -165,7 +165,7 @@ class Steps:
 
 
 def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return each optimizer, with a name."""
+    """Return each optimizer with its name for errors."""
     optimizers = [thing for thing in objects if hasattr(thing, "param_groups")]
     kinds = [type(thing).__name__ for thing in optimizers]
     return [
@@ -175,7 +175,7 @@ def _named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _OnDevice(NamedTuple):
-    """A copy of a number on another device, which is read only when it is compared, and not in each step."""
+    """A copy of a number on another device; it is read only when it is compared, not in each step."""
 
     copy: Tensor
 
@@ -192,7 +192,7 @@ def _read(value: Any) -> Any:
 def _described(
     named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Mapping[str, Any]]], is_now: bool = True
 ) -> Hyperparameters:
-    """Return the hyperparameters in `groups` by name; values that change in place only if `groups` are current."""
+    """Return the hyperparameters in `groups` by name. Values that change in place are read only if `is_now`."""
     described: Hyperparameters = []
     for (label, _), groups_of_it in zip(named, groups, strict=True):
         for index, group in enumerate(groups_of_it):

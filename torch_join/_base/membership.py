@@ -25,7 +25,7 @@ class Role(Enum):
 
 
 class MeetingPoint(Enum):
-    """Where in a step of a user's loop the ranks find out who is active."""
+    """The point in a step of a user's loop at which the ranks find out which of them are active."""
 
     TOP = "top"  # before any user code
     FIRST_USE = "first use"  # at a rank's first communication in the step: it may leave before that
@@ -42,11 +42,11 @@ class Membership:
         sizes: Returns a batch's number of samples.
 
     Attributes:
-        meets_late: Whether ranks meet in every step, at its `MeetingPoint.FIRST_USE`: if ranks may leave a loop in any
-            step, or if batches are counted.
+        meets_late: Whether ranks meet in every step, at its `MeetingPoint.FIRST_USE`. They do if ranks may leave a loop
+            in any step, or if batches are counted.
         count: Returns the count of a batch; `None` if the weighting needs no count.
         rank: This rank in the group.
-        global_ranks: The group's ranks, with torch's numbers in the whole job.
+        global_ranks: The global rank of each of the group's ranks.
         active: The ranks that have an input.
         before: The ranks that had an input at the step before.
         leader: The lowest active rank, which announces for all; after the tail, the rank whose state is handed over.
@@ -78,7 +78,7 @@ class Membership:
         self.reset()
 
     def weigh(self, weighting: Weighting, may_break: bool = False) -> None:
-        """Combine the active ranks' gradients in this way from now on."""
+        """Set the weighting from now on."""
         self.weighting = weighting
         self.count = counter(weighting, self.name, self._sizes)
         self.meets_late = may_break or self.count is not None
@@ -93,11 +93,11 @@ class Membership:
         self.last_joiner = False
 
     def all_active(self) -> None:
-        """Note that all ranks have an input again: a tail is over."""
+        """Record that all ranks have an input again, after a tail."""
         self._set_active(tuple(range(self.world_size)))
 
     def change(self, active: tuple[int, ...]) -> None:
-        """Move to the next step, with these ranks."""
+        """Move to the next step, in which these ranks are active."""
         self.before = self.active
         self._set_active(active)
         if active:
@@ -110,7 +110,7 @@ class Membership:
         self.joined, self.uneven = self.rank not in active, len(active) < self.world_size
 
     def follow_leader(self, leader: int) -> None:
-        """Note the rank that announces for all."""
+        """Record the rank that announces for all."""
         self.leader, self.leads = leader, self.rank == leader
 
     def take_role(self, role: Role) -> None:
@@ -124,7 +124,7 @@ class Membership:
 
     @property
     def joined_names(self) -> list[int]:
-        """Their names in errors."""
+        """The joined ranks' names in errors."""
         return self.named(self.joined_ranks)
 
     @property
@@ -133,7 +133,7 @@ class Membership:
         return self.global_ranks[self.rank]
 
     def named(self, ranks: Iterable[int]) -> list[int]:
-        """Return the names of these ranks in errors: torch's numbers in the whole job."""
+        """Return the names of these ranks in errors: their global ranks."""
         return [self.global_ranks[rank] for rank in ranks]
 
     @property
@@ -142,10 +142,10 @@ class Membership:
         return loss_factor(self.weighting, self.world_size, len(self.active), self.counted, self.total)
 
     def count_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the count of a step of which only the arguments of a forward are seen; used if batches are counted.
+        """Return the count of a batch of which only a forward's arguments are known; used if batches are counted.
 
         Raises:
-            UnsupportedError: The count is a user's function of the batch, which is not seen here.
+            UnsupportedError: The count is a user's function of the batch, which is not known here.
         """
         if not torch.is_grad_enabled():
             return 0 if callable(self.weighting) else count_samples((args, kwargs))
@@ -153,5 +153,5 @@ class Membership:
         return count_samples((args, kwargs))
 
     def has_joined(self, global_rank: int) -> bool:
-        """Whether a rank, by its number in the whole job, is in the group and has run out of inputs."""
+        """Whether a rank, given its global rank, is in the group and has run out of inputs."""
         return global_rank in self.global_ranks and self.global_ranks.index(global_rank) not in self.active

@@ -1,8 +1,8 @@
 """Checks that a framework still has the private names that this project relies on.
 
-Compat modules list these names as they are imported. If one is gone, a single error reports it, with the versions that
-work, instead of an `AttributeError` from inside a hook in the middle of training. A framework that is newer than all
-tested versions is used, with a warning.
+Compat modules list these names and check them on import. If one is gone, a single error reports it and the versions
+that work, instead of an `AttributeError` from inside a hook in the middle of training. A framework that is newer than
+all tested versions is used, with a warning.
 """
 
 import dis
@@ -27,11 +27,11 @@ def check_names(framework: str, seen: str, needed: Mapping[Any, str]) -> None:
 
     Args:
         framework: Its package.
-        seen: The versions that were seen to have all of the names.
+        seen: The versions known to have all of the names.
         needed: By class or module, the names that its objects must have, separated by spaces.
 
     Warns:
-        JoinWarning: Once in a job, if the installed version is newer than those.
+        JoinWarning: Once in a job, if the installed version is newer than all of these.
 
     Raises:
         UnsupportedError: Some names are missing.
@@ -66,7 +66,7 @@ def _warn_of_newer(framework: str, seen: str) -> None:
 
 @contextmanager
 def naming_missing(seen: str, *packages: str) -> Iterator[None]:
-    """Put around imports: if one of these packages lacks a name, raise the error of `check_names`.
+    """Wrap imports: if one of these packages lacks a name, raise the error of `check_names`.
 
     Args:
         seen: As for `check_names`.
@@ -99,7 +99,7 @@ def _release_of(framework: str) -> str:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module, or the objects of a class, have an attribute, including ones set in a method or declared."""
+    """Whether a module, or an object of a class, has an attribute; ones set in a method or declared count."""
     if hasattr(owner, name):
         return True
     kinds = owner.__mro__ if isinstance(owner, type) else (owner,)

@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Keep:
-    """Represents an object of which every rank keeps its own."""
+    """Represents an object that is not sent: every rank keeps its own."""
 
     kind: str
 
@@ -39,7 +39,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class Pickled:
-    """Any other value, pickled; `slots` are those of the tensors in it, which are numbered."""
+    """Any other value, pickled; `slots` are the indices of its tensors, in order."""
 
     data: bytes
     slots: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Structures that hold one row per sample, such as batches and outputs.
 
-A tuple and a mapping hold other structures, which errors call `rows['logits']` or `rows[0]`. A tensor holds a row per
-sample along its first dimension. A list holds an object per sample.
+Tuples and mappings hold other structures, which errors call `rows['logits']` or `rows[0]`. A tensor holds one row per
+sample along its first dimension. A list holds one object per sample.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, DistributedSampler
 class UnpaddedDistributedSampler(DistributedSampler[int]):
     """Show every sample exactly once per epoch, whatever the world size.
 
-    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch, without
-    the duplicates that it appends (or the gaps where it drops samples) to make ranks even. So
-    ranks may differ by one sample, and with fewer samples than ranks some have none.
+    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch, without the duplicates that
+    it appends, or the gaps where it drops samples, to make ranks even. So ranks may differ by one sample. With fewer
+    samples than ranks, some ranks have none.
 
     Args:
         dataset: The dataset, which must have a length.
@@ -52,11 +52,11 @@ class UnpaddedDistributedSampler(DistributedSampler[int]):
 
 
 def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: str = "") -> str | None:
-    """Return a warning if datasets of different lengths, so a shard for each rank, are each dealt out to all ranks.
+    """Return a warning if datasets of different lengths, so probably shards, are each split among all ranks again.
 
     Args:
-        samples: By rank, the length of the dataset that is dealt out; `None` without one.
-        dealer: The sampler that deals it out.
+        samples: By rank, the length of the dataset that is split; `None` without one.
+        dealer: The sampler that splits it.
         remedy: How to turn that off for a loader, as an imperative.
         which: " of", and the loader's name, if there are several.
     """

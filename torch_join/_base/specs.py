@@ -89,7 +89,7 @@ def expanded_dimensions(tensor: Tensor) -> tuple[int, ...]:
 
 
 def storage_view(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """View `tensor` without repeated elements and in the memory order of `spec`: contiguous if it is laid out so."""
+    """View `tensor` without repeated elements, in the memory order of `spec`; contiguous if memory has that order."""
     view = tensor.detach()
     for dimension in expanded_dimensions(tensor):
         view = view.narrow(dimension, 0, 1)
@@ -115,7 +115,7 @@ def copied_bytes(data: Tensor) -> bytes:
 
 
 def raw_words(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor` in order, viewed as the longest possible integers, so that there are fewer."""
+    """Return the bytes of `tensor` in order, viewed as the longest integers that fit, so that there are few."""
     data = raw_bytes(tensor)
     for word in (torch.int64, torch.int32, torch.int16):
         if data.numel() % word.itemsize == 0 and data.storage_offset() % word.itemsize == 0:

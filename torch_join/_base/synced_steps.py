@@ -1,7 +1,7 @@
 """The steps of a loop in which a rank has synced gradients, and whether different steps were averaged together.
 
-With certain lengths, ranks do not meet in a step, and DDP averages each rank's k-th backward with the others' k-th: a
-rank that skips one gets the gradients of a later step from then on.
+With certain lengths, ranks do not meet in a step, and DDP averages the k-th backward of each rank with the k-th of the
+others. Once a rank skips one, its gradients are averaged with those of other steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class SyncedSteps:
 
 
 def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
-    """Return an addition to an error: some ranks have synced at different steps, and mixed gradients since then.
+    """Return text for an error if some ranks synced in different steps and have mixed gradients since; else "".
 
     Args:
         said: By rank, its `SyncedSteps`.

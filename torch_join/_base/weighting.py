@@ -12,7 +12,7 @@ from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 Count: TypeAlias = Callable[[Any], float]  # called with a batch
 _Name = Literal["world", "active", "samples"]
 Weighting: TypeAlias = _Name | Count
-# The default in signatures. It is a separate object: an explicit "world" may contradict torch's argument.
+# The default in signatures. A separate object, because an explicit "world" may contradict torch's argument.
 WORLD: Any = str(b"world", "ascii")
 
 
@@ -86,12 +86,12 @@ def loss_factor(weighting: Weighting, world_size: int, active: int, count: float
 
 
 def factor_of_count(world_size: int, count: float, total: float) -> float:
-    """Return the factor for a mean loss over `count` items that turns DDP's average into the mean over all `total`.
+    """Return the factor for a mean loss over `count` items that turns DDP's average into the mean over all items.
 
     Args:
         world_size: Number of ranks, by which DDP divides.
-        count: This rank's number of the items over which the loss is a mean.
-        total: All ranks' number of items.
+        count: The number of items in this rank's mean loss.
+        total: The number of items on all ranks.
 
     Returns:
         The factor; 0.0 if no rank has any items.
@@ -100,12 +100,12 @@ def factor_of_count(world_size: int, count: float, total: float) -> float:
 
 
 def weighted(gradient: Tensor, factor: float) -> Tensor:
-    """Return a gradient times the factor; zeros for 0, even where the mean over no items has made it NaN."""
+    """Return a gradient times the factor. A factor of 0 gives zeros, even where a mean over no items is NaN."""
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def finite(gradient: Tensor) -> Tensor:
-    """Return the gradient of a loss that counts 0 with NaN and infinities, the loss's only contribution, as zeros."""
+    """Replace NaN and infinities by zeros in the gradient of a loss that counts 0."""
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
 
 
@@ -146,7 +146,7 @@ def _samples_of(batch: Any, count_samples: Callable[[Any], int]) -> int:
 
 
 def check_sees_batches(weighting: Weighting) -> None:
-    """Raise for a weighting by a function of the batch if only the arguments of a forward are seen.
+    """Raise for a weighting by a function of the batch if only the arguments of a forward are known.
 
     Raises:
         UnsupportedError: The weighting is a function.
