@@ -1,4 +1,4 @@
-"""The handover of replicated state from the rank that joined last to all others; and checks that it was replicated.
+"""Copies replicated state from the rank that joined last to all others, and checks that it was replicated.
 
-Begin with: `handover.py`. `audit.py` compares what should be the same on all ranks, by digests.
+Start with `handover.py`. `audit.py` compares, by digests, values that should be equal on all ranks.
 """

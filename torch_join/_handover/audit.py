@@ -1,13 +1,13 @@
-"""Checks by value whether the ranks are still replicas of each other, rather than by a list of possible mistakes.
+"""Checks whether the ranks are still replicas, by comparing values rather than by looking for known mistakes.
 
-A handover makes ranks equal, so a check after it cannot see what went wrong before. So digests are taken twice: at the
-step at which the first rank joins, when all have done the same, and right after the handover. Both are compared in one
-message at the end of the tail; names follow only for differences.
+A handover makes ranks equal, so a check after it cannot find earlier mistakes. So digests are taken twice: at the step
+at which the first rank joins, when all have run the same steps, and right after the handover. The ranks send both in
+one message at the end of the tail, and names of values only if digests differ.
 
 when a rank joins     parameters of the given models and optimizers; if ranks look at the top of
                       a step, also their state, hyperparameters, schedulers, scalers, frozen and training flags
-after the handover    the same again, with every bit, and buffers; where `.grad` is None; and values in
-                      attributes and closures of the given objects, if they were equal on all ranks before
+after the handover    all of these again, with every bit; buffers; which `.grad` are None; and attributes
+                      of the given objects and forgotten objects, if they were equal on all ranks before
 """
 
 import hashlib
@@ -42,11 +42,11 @@ class Audit:
 
     Args:
         objects: Everything passed to `Join`, without metrics.
-        often: `"tail"` for each loop in which some rank joins before another, `True` for all loops, `False`.
+        often: `"tail"`: loops in which some rank joins before another. `True`: all loops. `False`: none.
         hands_over_ignored: Whether parameters that DDP ignores are handed over; `None`: those equal on all ranks.
-        forgotten: The search for objects that may have been left out.
-        unsynced: Buffers that may have to be equal.
-        shards: Models that are not handed over, as each rank has its own shards: only values attached to them count.
+        forgotten: The search for objects that the user may have left out.
+        unsynced: The buffers that no wrapper synchronizes.
+        shards: Sharded models, which are not handed over: only values attached to them are compared.
 
     Attributes:
         joined: The names of the ranks that ran out of inputs first.
@@ -77,12 +77,12 @@ class Audit:
         self._forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
-        """Look at the state, on every rank, at the step at which the first ranks join.
+        """Take digests, on every rank, at the step at which the first ranks join.
 
         Args:
             joined: The ranks that join.
             settled: Whether this is the top of a step, before any user code in it.
-            untouched: Whether user code has changed nothing else since the last step (after this rank's `break`).
+            untouched: Whether user code has changed nothing since the last step, as it may after this rank's `break`.
         """
         self.forget()
         self.joined = list(joined)
@@ -94,21 +94,21 @@ class Audit:
             self._before = _described({**looked, "found": self._found()}, exact=False)
 
     def note(self, at_last: bool) -> None:
-        """Note objects that this rank alone may keep, if it runs out before others; see `Forgotten.note`."""
+        """Record objects that this rank alone may keep, in case it runs out before others; see `Forgotten.note`."""
         if self._often:
             self._forgotten.note(at_last)
 
     def leave(self, has_run: bool) -> None:
-        """Find out, as this rank runs out before others, what its last step has changed; see `Forgotten.leave`."""
+        """Find out what this rank's last step has changed, when it runs out before others; see `Forgotten.leave`."""
         self._forgotten.leave(has_run)
 
     def local(self, channel: Channel) -> frozenset[int]:
-        """Return the `id` of each parameter that stays unchanged on each rank; every rank calls this."""
+        """Return the `id` of each parameter that the handover leaves unchanged; every rank calls this."""
         ignored = list(ignored_parameters(self._objects).values())
         if not ignored or self._hands_over_ignored:
             return frozenset()
         everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
-        if None in everyone:  # not asked for, or not in a tail
+        if None in everyone:  # not wanted, or not in a tail
             return frozenset(map(id, ignored))
         alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
         return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
@@ -116,13 +116,13 @@ class Audit:
     def end(
         self, channel: Channel, local: frozenset[int], has_gradients: bool, stepped: Sequence[int] | None = None
     ) -> None:
-        """Compare, on every rank, once all have the same state.
+        """Compare the ranks after the handover; every rank calls this.
 
         Args:
             channel: The channel between the ranks.
-            local: The parameters that stay unchanged on each rank.
+            local: The result of `local`.
             has_gradients: Whether the last backward has averaged the gradients.
-            stepped: The ranks that had the last step, if known: values that differ between these belong to each rank.
+            stepped: The ranks that were active in the last step, if known. A value that differs between these is local.
         """
         before, joined = self._before, self.joined
         if not self._often:
@@ -149,7 +149,7 @@ class Audit:
         Args:
             channel: The channel between the ranks.
             has_gradients: Whether the last backward has averaged the gradients.
-            left: Whether this rank has left it by `break`, and so is elsewhere than ranks that came to its end.
+            left: Whether this rank has left the loop by `break`. It is not compared with ranks that came to the end.
         """
         if self._often is True:
             looked = _described(self._look(settled=True), exact=False)
@@ -174,7 +174,7 @@ class Audit:
         return {"parameters": parameters, "settled": rest}
 
     def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Leaves, Leaves]:
-        """Return the parameters, and all else if `takes`; buffers only if every bit counts."""
+        """Return the parameters and, if `takes`, all other state; buffers only if `exact`."""
         capture = Capture(canonical=True, local=local)
         parameters, rest = Leaves(), Leaves()
         names: dict[int, str] = {}
@@ -284,7 +284,7 @@ def _short(value: Any) -> str:
 def _differences(
     channel: Channel, before: dict[str, Items], after: dict[str, Items], kept: Items | None = None
 ) -> list[dict[str, list[Any]]]:
-    """Return the differences by rank: before, in the state handed over, found, in gradients, in averages."""
+    """Return the differences by rank: at the join, in the state handed over, in found values, gradients, averages."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
     digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
     kept = kept or {}
@@ -304,11 +304,11 @@ def _differences(
 
 
 def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the differing values that were equal on all ranks before, or on none and are equal where present now."""
+    """Return the values that differ now, and were equal on all ranks before, or are new and equal where present."""
     before = _unlike(everyone)
     usual = everyone[0].keys() - before.keys()
     known = set().union(*everyone)
-    # A list of a rank's own items, such as its steps' outputs, or one that is yet to be filled with such items.
+    # Lists of a rank's own items, such as the outputs of its steps, and empty lists that may get such items.
     own = {name[:place] for name in before for place, letter in enumerate(name) if letter == "["}
     own |= {name[4:-1] for name in usual if name.startswith("len(") and everyone[0][name] == "0"}
     lists = tuple(f"{name}[" for name in own if f"len({name})" in known)

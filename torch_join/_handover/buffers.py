@@ -1,9 +1,9 @@
-"""Buffers that no wrapper synchronizes: of models that do not broadcast them, ignored ones, and a sharded model's.
+"""Buffers that no wrapper synchronizes: those that DDP ignores or does not broadcast, and those of sharded models.
 
-Some belong to each rank, as BatchNorm's statistics then do. Others the model keeps equal itself, by collectives in its
-forward: a codebook's averages, a centre. Joined ranks run no forward, so that theirs become stale. Which kind a buffer
-is can only be observed: buffers that are equal on all ranks after each has trained are kept equal. This is decided by
-module, since BatchNorm's counter is equal even where its statistics are not.
+Some of them belong to each rank, such as the statistics of BatchNorm. The model keeps others equal itself, by
+collectives in its forward: the averages of a codebook, a center. Joined ranks run no forward, so theirs become stale.
+Only observation shows which kind a buffer is: buffers that are equal on all ranks after each has trained are kept
+equal. This is decided by module, since BatchNorm's counter is equal even where its statistics are not.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -24,7 +24,7 @@ from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import set_own
 from torch_join._handover.state import Capture
 
-Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of these buffers; `None`: all
+Unsynced = tuple[nn.Module, Container[str] | None]  # a model, and the names of such buffers in it; `None`: all
 Buffers = dict[str, Tensor]
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that have run a forward with gradients on this rank
@@ -35,11 +35,11 @@ class UnsyncedBuffers:
 
     Args:
         models: The models.
-        always: Whether they are replicas on all ranks; `None`: those that were equal on all.
+        always: Whether to hand all of them over; `None`: those that were equal on all ranks.
 
     Attributes:
-        can_tell: Whether more than one rank had trained when they last agreed, or the user has decided.
-        untold: The names of those that a step had changed before its forward, when they were looked at.
+        can_tell: Whether more than one rank had trained at the last `agree`, or the user has decided.
+        untold: The names of buffers that a step had changed before its forward, when `look` ran.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
@@ -49,17 +49,17 @@ class UnsyncedBuffers:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the noted state: a tail is over."""
+        """Forget the recorded state, after a tail."""
         self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and buffers changed before a forward
         self._alike: set[str] = set()
         self.untold: list[str] = []
 
     def look(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
-        """Look at the buffers, on every rank, when the first ranks join.
+        """Take digests of the buffers, on every rank, when the first ranks join.
 
         Args:
             trained: The models that have run a forward with gradients since the last tail.
-            changed: The `id` of each buffer that a step may have changed that not all ranks have.
+            changed: The `id` of each buffer that may have been changed by a step that only some ranks run.
         """
         self.clear()
         _trained.update(trained)
@@ -69,7 +69,7 @@ class UnsyncedBuffers:
             self._seen = digests, [f"{path}.{name}" for path, its in own for name in its if id(its[name]) in changed]
 
     def agree(self, channel: Channel) -> bool:
-        """Return whether some are handed over; every rank calls this."""
+        """Decide which buffers are handed over, and return whether any are; every rank calls this."""
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
         # With only one trained rank, nothing can be concluded.
@@ -83,10 +83,10 @@ class UnsyncedBuffers:
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and contents of buffers that may have to be equal, but are not handed over so far.
+        """Yield the names and contents of buffers that may have to be equal on all ranks.
 
-        Statistics of torch's norms are left out, since they belong to each rank. So are counters and other single
-        numbers, if the ranks could tell.
+        The statistics of torch's norms are left out, since they belong to each rank. If `can_tell`, so are integers and
+        single numbers, such as counters.
         """
         if self._always is None:
             for path, (module, buffers) in self._modules().items():
@@ -141,7 +141,7 @@ class UnsyncedBuffers:
 
 
 class StepBuffers:
-    """Such buffers in a loop in lockstep: joined ranks get them after each step that they run without a batch.
+    """Unsynchronized buffers in a lockstep loop: joined ranks receive them after each step in the tail.
 
     Args:
         models: The models.
@@ -163,7 +163,7 @@ class StepBuffers:
         self._before: dict[str, int] = {}
 
     def look(self, has_trained: bool) -> None:
-        """Look at the buffers before the first step for which some rank has no batch; all ranks call this.
+        """Check the buffers before the first step in the tail; all ranks call this.
 
         Args:
             has_trained: Whether this rank has run a forward with gradients.
@@ -175,11 +175,11 @@ class StepBuffers:
         self._before = self._alike()
 
     def give(self, active: tuple[int, ...]) -> None:
-        """Give all ranks the buffers of the first `active` one, after such a step; all ranks call this."""
+        """Copy the first active rank's buffers to all ranks after a step in the tail; all ranks call this."""
         if not self._unsynced:
             return
         if not self._buffers.can_tell and len(active) > 1:
-            self._decide(self._channel.rank in active)  # these have trained by now
+            self._decide(self._channel.rank in active)  # active ranks have trained by now
         if self._goes:
             hand_over([self._buffers], active[0], self._channel, self._group)
 
@@ -188,10 +188,10 @@ class StepBuffers:
         self._goes = self._buffers.agree(self._channel)
 
     def end(self) -> None:
-        """Compare them at an epoch's end; all ranks call this."""
+        """Compare the buffers at the end of an epoch; all ranks call this."""
         if not self._before:
             return
-        now, asked = self._alike(), dict(self._buffers.doubtful())  # a forward may have bound others since
+        now, asked = self._alike(), dict(self._buffers.doubtful())  # a forward may have replaced buffers since
         differ = [name for name in self._before if name not in now and (name in asked or not self._buffers.can_tell)]
         if differ and self._channel.rank == 0:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""

@@ -30,8 +30,8 @@ class Digests:
     Nothing waits for a device until `read`.
 
     Args:
-        trees: By name.
-        tensors: By slot.
+        trees: The trees, by name.
+        tensors: The tensors, by slot.
     """
 
     def __init__(self, trees: Mapping[str, Sequence[Any]], tensors: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class Digests:
 
 
 def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
-    """Return a number for each tensor, from its bytes and their places.
+    """Return a checksum of each tensor, which depends on its bytes and their order.
 
     Args:
         tensors: The tensors.
@@ -64,8 +64,8 @@ def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
 
 
 def local_checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a number for each tensor that only this process knows: in the CPU's memory one of 32 bits, in one pass."""
-    # A tensor of a class of its own may have no memory that it could be read from.
+    """Return a checksum of each tensor for use in this process only: a faster one, of 32 bits, for CPU tensors."""
+    # A tensor of a subclass may have no memory to read.
     plain = [type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors]
     others = iter(checksums([tensor for tensor, is_plain in zip(tensors, plain, strict=True) if not is_plain]))
     return [_crc(tensor) if is_plain else next(others) for tensor, is_plain in zip(tensors, plain, strict=True)]
@@ -73,11 +73,11 @@ def local_checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 def _crc(tensor: Tensor) -> int:
     data = raw_bytes(tensor)
-    return zlib.crc32((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))  # numpy may not be there
+    return zlib.crc32((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))  # numpy may not be installed
 
 
 def unread_checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[tuple[list[int], Tensor]]:
-    """Return the checksums on each device, and the places of their tensors, without waiting for a device."""
+    """Return the checksums on each device, and the indices of their tensors, without waiting for a device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         by_device[tensor.device].append(index)
@@ -119,7 +119,7 @@ def _read(sums: Sequence[tuple[list[int], Tensor]]) -> list[int]:
 
 
 def _weighted_sum(tensor: Tensor, weights: Tensor, scratch: Tensor, exact: bool) -> Tensor:
-    """Sum the tensor's bytes as 64-bit words, each with a weight for its place."""
+    """Sum the tensor's bytes as 64-bit words, each weighted by its place."""
     flat = _flat(tensor)
     tile = _TILE * _WORD // flat.element_size()
     sums = [flat.new_zeros(0, dtype=torch.int64)]

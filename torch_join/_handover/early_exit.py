@@ -1,10 +1,10 @@
-"""Changes that a rank's own code makes to given objects after it has left a loop by `break`.
+"""Finds changes that a rank's code makes to objects given to `Join` after it has left a loop by `break`.
 
-A generator that is closed cannot tell a `break` from an exception, and if it met other ranks, these would wait for a
-rank that has failed. So a rank that leaves a loop does not wait, and receives the last rank's state only when the ranks
-next meet. Flags that its code has set in between (`model.eval()`) are kept. Any other change would be repeated by a
-rank that serves within its loop and reaches that code only then, or be overwritten: so it is noted here, and refused
-there.
+A generator that is being closed cannot tell a `break` from an exception. If it waited for other ranks, these would wait
+for a rank that may have failed. So a rank that leaves a loop does not wait, and receives the last rank's state only
+when the ranks meet next. Flags that its code has set in between (`model.eval()`) are kept. Any other change would be
+overwritten, or made a second time by a rank that is still serving in its loop and runs that code later. So changes are
+recorded here, and raise when the ranks meet.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from torch_join._handover.digest import Digests
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture
 
-# Whether a rank has left its loop by `break`; its changes since, `None` if unknown; and whether it has stepped its
-# shard of a ZeroRedundancyOptimizer for the others since.
+# Whether a rank has left its loop by `break`; its changes since then, or `None` if unknown; and whether it has stepped
+# its shard of a ZeroRedundancyOptimizer for the others since then.
 Word = tuple[bool, list[str] | None, bool]
 
 _FLAGS = ("requires_grad", "training")
@@ -32,8 +32,8 @@ class EarlyExit:
 
     Args:
         objects: Everything passed to `Join`.
-        states: The objects that are handed over; `None` if its own code may have run since it left, or if nothing will
-            be handed over.
+        states: The objects that are handed over; `None` if this rank's code may have run since it left the loop, or if
+            nothing will be handed over.
     """
 
     def __init__(self, objects: Sequence[Any], states: Sequence[Any] | None) -> None:
@@ -45,7 +45,7 @@ class EarlyExit:
         self._now: Digests | None = None
 
     def meet(self) -> None:
-        """Note the current state, and flags changed since the break, before this rank serves others."""
+        """Record the current state, and flags changed since the break, before this rank serves others."""
         self._now = digests_of(self._states)
         self._set |= {one: flag for one, flag in _read(self._objects).items() if self._flags.get(one, flag) != flag}
 
@@ -60,7 +60,7 @@ class EarlyExit:
         self._before = self._now
 
     def changed(self) -> list[str] | None:
-        """Return names of other objects that had changed at `meet`, `None` if unknown."""
+        """Return the names of states other than flags that had changed by `meet`; `None` if unknown."""
         if self._before is None or self._now is None:
             return None
         before, now = self._before.read(), self._now.read()
@@ -68,19 +68,19 @@ class EarlyExit:
 
 
 def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
-    """Raise on all ranks if one has changed an object that another one, still in its loop, has yet to change.
+    """Raise on all ranks if one has changed an object while another one, still in its loop, has yet to change it.
 
     Args:
-        words: By rank.
+        words: The ranks' messages, by rank.
         names: The ranks' names in errors.
         rank: This rank.
 
     Raises:
-        JoinError: One has.
+        JoinError: A rank has changed an object too early.
     """
     inside = [rank for rank, (has_left, _, _) in enumerate(words) if not has_left]
     early = [rank for rank, (_, _, has_stepped) in enumerate(words) if has_stepped or inside]
-    # A rank that owns a shard has put its change into the parameters that it gave the others in their steps.
+    # A rank that owns a shard has sent its change to the others, with the parameters that it stepped for them.
     inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
     unknown = [rank for rank in early if words[rank][1] is None]
     changed = {rank: its for rank in early if (its := words[rank][1])}
@@ -102,7 +102,7 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
 
 
 def digests_of(states: Sequence[Any] | None) -> Digests | None:
-    """Return digests of the states, `None` if unknown: this may run in a generator that an error closes."""
+    """Return digests of the states, or `None` after any error: this may run while an exception closes a generator."""
     if states is None:
         return None
     trees: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def digests_of(states: Sequence[Any] | None) -> Digests | None:
             for name, thing in named(states):
                 kind = kind_of(thing)
                 state = kind.capture(thing, capture, name).state
-                # A model is one dictionary of parts, an optimizer is one for itself and one for each that it wraps.
+                # A model's state is one dictionary of parts; an optimizer's is a list of them, one per optimizer in it.
                 wholes = [{"state": state}] if kind.name not in ("model", "optimizer") else state
                 for part in [wholes] if isinstance(wholes, dict) else wholes:
                     for key, tree in part.items():

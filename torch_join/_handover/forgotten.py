@@ -1,18 +1,18 @@
 """Finds objects that follow a given model but were not passed to `Join`: a teacher, a parameter average, an optimizer.
 
-Nothing given refers to such an object: it is a variable of the loop, or an attribute of its `self`. So when a first
-rank joins, and only then, the variables of the code that asks for batches and of its callers are searched: for modules,
-and for containers of tensors, with the shapes of a given model; and for optimizers of given parameters, and LR
-schedulers of such optimizers. Whether one was forgotten is decided as for all values that the audit finds: it was equal
-on all ranks then, and differs after the tail.
+No given object refers to such an object: it is a variable of the loop's code, or an attribute of `self`. So when the
+first rank joins, and only then, this searches the variables of the code that asks for batches and of its callers. It
+looks for modules and containers of tensors that have the shapes of a given model, for optimizers of given parameters,
+and for LR schedulers of such optimizers. An object was forgotten if it was equal on all ranks at that time and differs
+after the tail, as for all values that the audit finds.
 
-An object that a loop only reads is still equal then. One that a rank keeps or trains for itself differed before. A copy
-that the loop makes replaces another one, and changes none.
+An object that the loop only reads is still equal then. One that each rank keeps or trains for itself differed before. A
+copy that the loop makes replaces an earlier copy, and changes no object.
 
-An average that only one rank keeps cannot be compared. It is noted before the last step of a rank that runs out before
-others, if that step is known, and at the start of the loop, where it counts if its tensors are still the same ones. If
-it has changed when that rank runs out, it lacks the steps of the tail. A rank that has not stepped its optimizer in
-between cannot tell; an earlier loop may.
+An average that only one rank keeps cannot be compared. It is recorded before the last step of a rank that runs out
+before others, if that step is known, and at the start of the loop. The record from the start is used only if the
+average still has the same tensors. If the average has changed when that rank runs out, it lacks the steps of the tail.
+If the rank has not stepped its optimizer in between, only an earlier loop can tell.
 """
 
 import itertools
@@ -37,9 +37,9 @@ from torch_join._handover.reachable import DEPTH, reachable, values_in
 
 _FRAMES = 16  # frames whose variables are searched
 _DEPTH = 3  # attributes and items: `self.trainer.averages["fast"]`
-_ITEMS = 256  # of one container
+_ITEMS = 256  # per container
 _OBJECTS = 2**14
-# Packages whose objects and functions hold no user objects that they were not given.
+# Packages whose objects and functions hold no user objects except those that they were given.
 _PASSED_OVER = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "contextlib"),
     *("torch_join", "lightning_join", "pytorch_lightning_join", "accelerate_join"),
@@ -48,7 +48,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, Tensor, ModuleType,
 
 
 class Forgotten:
-    """Objects with a given model's shapes among user code's variables.
+    """The objects with the shapes of a given model among the variables of user code.
 
     Args:
         given: Everything passed to `Join`.
@@ -57,7 +57,7 @@ class Forgotten:
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = given
         self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
-        self._trained: list[int] = []  # checksums of the given models, when it was noted
+        self._trained: list[int] = []  # checksums of the given models at the last `note`
         self._begun: dict[str, tuple[list[weakref.ref[Tensor]], list[int]]] = {}
         self._follows: dict[str, bool] = {}  # whether a step has changed an object that this rank keeps, if known
         self.clear()
@@ -68,13 +68,13 @@ class Forgotten:
         self._has_left = self._is_unknown = False
 
     def note(self, at_last: bool) -> None:
-        """Note the objects before the last step of a rank that runs out before others, or as such a loop starts."""
+        """Record the objects before the last step of a rank that runs out before others, or as such a loop starts."""
         kept = self._found  # if another rank has joined before
         self.look(sys._getframe(1))
         noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
         if at_last:
             self._noted, self._trained = noted, self._sums_given()
-        else:  # nothing is kept alive for a whole loop
+        else:  # weak references, so that nothing is kept alive for a whole loop
             self._begun = {
                 name: ([weakref.ref(tensor) for _, tensor in _tensors(thing, own)], sums)
                 for name, (thing, own, sums) in noted.items()
@@ -82,10 +82,10 @@ class Forgotten:
         self._found = kept
 
     def leave(self, has_run: bool) -> None:
-        """Find out, as this rank runs out, what has changed since `note`.
+        """Find out what has changed since `note`, as this rank runs out.
 
         Args:
-            has_run: Whether it has had a step in this loop.
+            has_run: Whether this rank has run a step in this loop.
         """
         self._has_left = True
         stepped = bool(self._noted) and self._sums_given() != self._trained
@@ -101,7 +101,7 @@ class Forgotten:
 
     @property
     def kept(self) -> dict[str, str]:
-        """This rank's objects, and whether steps have changed them before it ran out, or may have."""
+        """By object: "changed" if a step changed it before this rank ran out, "unknown" if unclear, else "there"."""
         kept = dict.fromkeys(self._found, "there")
         if self._has_left:
             said = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
@@ -117,7 +117,7 @@ class Forgotten:
         return checksums([tensor for _, tensor in _tensors(thing, own)])
 
     def look(self, frame: FrameType | None = None) -> None:
-        """Search for them.
+        """Search for such objects.
 
         Args:
             frame: The frame whose variables, and whose callers' variables, are searched; by default the caller's.
@@ -145,7 +145,7 @@ class Forgotten:
                 self._found.setdefault(f"{name}{place}{kind}{where}, which was not given to Join", (one, own))
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Yield a name for each value in them, which includes the object's name, and the current value."""
+        """Yield the name and the current value of each value in the objects; the name includes the object's name."""
         for name, (thing, own) in self._found.items():
             if _is_stepped(thing):
                 yield from _held_by(thing, name)
@@ -154,7 +154,7 @@ class Forgotten:
 
 
 class _Shapes:
-    """The shapes of a model's tensors that others may keep: all parameters, the trained ones, or a whole state."""
+    """The shapes of the tensors that a copy of a model may have: all parameters, the trained ones, or a whole state."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.whole: list[Counter[Any]] = []
@@ -180,7 +180,7 @@ def _shapes(tensors: Iterable[Tensor]) -> "Counter[Any]":
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the user's frames, from the outermost: ranks that are in different places have that one in common."""
+    """Return the frames of user code, outermost first: ranks at different places have the outermost one in common."""
     found: list[FrameType] = []
     while frame is not None and len(found) < _FRAMES:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
@@ -244,7 +244,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, str]]:
-    """Yield objects with a given model's shapes, `thing` or modules in it, or that step one, with their paths in it."""
+    """Yield `thing`, or modules in it, if they have a given model's shapes or step its parameters; with their paths."""
     if _is_stepped(thing):
         groups = getattr(thing.optimizer if isinstance(thing, LRScheduler) else thing, "param_groups", ())
         if any(id(p) in own for group in groups if isinstance(group, dict) for p in group.get("params", ())):
@@ -269,7 +269,7 @@ def _alike(thing: Any, wanted: _Shapes, own: set[int]) -> Iterator[tuple[Any, st
 
 
 def _tensors(thing: Any, own: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters, or a container's tensors if it has nothing else, except given ones."""
+    """Yield a module's parameters, or the tensors of a container that holds nothing else, except given ones."""
     if isinstance(thing, nn.Module):
         found: list[tuple[str, Any]] = list(thing.named_parameters())
     elif _is_stepped(thing):

@@ -1,13 +1,13 @@
-"""The handover: everything that is replicated goes from one rank to all others, bit for bit.
+"""The handover: copies all replicated state from one rank to all others, bit for bit.
 
-In a plain loop a rank without inputs does not step its replicated optimizers, because user code's changes to the
-gradients cannot be announced. When the last rank is done, its models, optimizers, LR schedulers, GradScalers and all
-other objects with a state replace everybody's.
+In a plain loop, a finished rank does not step its replicated optimizers, because changes that user code makes to
+gradients cannot be announced. When the last rank finishes, its models, optimizers, LR schedulers, GradScalers and all
+other objects with a state replace those of the other ranks.
 
 First a schema is broadcast: the state as a tree with slots in place of tensors. From it the other ranks create the
 tensors that they lack and drop those that the source lacks; parameters, buffers and the optimizers' tensors keep their
-identity. Then the tensors' contents follow, CUDA tensors on the given group, CPU tensors on a gloo group. Gradients are
-not handed over: `.grad` stays unchanged on each rank.
+identity. Then the contents of the tensors are sent over the given group. Gradients are not handed over: `.grad` stays
+unchanged on each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class _Schema(NamedTuple):
 
 @closed("problem")
 class _Problem(NamedTuple):
-    """An error, as it is sent to other ranks."""
+    """An error, in the form in which it is sent to other ranks."""
 
     is_of_type: bool
     text: str
@@ -67,7 +67,7 @@ def hand_over(
     left: Word | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Replace the state of `objects` on every rank by that on one of them, bit for bit.
+    """Replace the state of `objects` on every rank by that of one rank, bit for bit.
 
     Every rank of the group calls this at the same time. Models are handed over first, then
     optimizers, LR schedulers, GradScalers and others, in any order of `objects`.
@@ -75,24 +75,24 @@ def hand_over(
     Args:
         objects: Models, optimizers, LR schedulers, GradScalers and anything else with `state_dict` and
             `load_state_dict`: the same number and types on every rank.
-        source: The rank of the group whose state counts.
+        source: The rank of the group whose state is copied.
         channel: The group's channel.
         group: The process group, by default the whole world.
         local: The `id` of each parameter that stays unchanged on each rank, with its optimizer state: by default all
             that DDP ignores.
         left: How this rank has left its loop, if all ranks are to `check` that first.
-        meanwhile: Called on each rank while its message is on its way.
+        meanwhile: Called on each rank while its message is being sent.
 
     Raises:
         JoinTypeError: An object, or a part of it, is of a kind that cannot be handed over.
-        JoinValueError: The ranks give different objects or name different sources. Every rank raises, and
-            nothing has been changed.
+        JoinValueError: The ranks pass different objects or different sources. Every rank raises, and nothing has been
+            changed.
         PeerFailedError: Another rank has failed.
-        JoinTimeoutError: Another rank did not come in time.
+        JoinTimeoutError: Another rank did not call this in time.
 
     Limits:
-        The state of a ZeroRedundancyOptimizer is sharded and stays where it is; its hyperparameters are
-        handed over. `.grad` is not. Parameters must have the same form on all ranks; buffers need not.
+        The state of a ZeroRedundancyOptimizer is sharded and stays where it is; its hyperparameters are handed over.
+        `.grad` is not handed over. Parameters must have the same form on all ranks; buffers need not.
     """
     if not 0 <= source < channel.world_size:
         raise JoinValueError(f"The source must be a rank from 0 to {channel.world_size - 1}, not {source}.")
@@ -122,7 +122,7 @@ def hand_over(
 
 
 def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Word, bytes | None]:
-    """Return this rank's message, and on the source the packed schema: no later step can fail there."""
+    """Return this rank's message and, on the source, the packed schema, after which nothing can fail there."""
     try:
         ordered = named(objects)
         given = [type(value).__name__ for _, value in ordered]
@@ -167,7 +167,7 @@ def _agree(words: Sequence[_Word]) -> None:
 
 
 def _by_rank(texts: Sequence[str | None]) -> dict[str, str]:
-    """Return, for each text, words for the ranks that have it."""
+    """Return, for each text, the ranks that sent it, in words."""
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         if text is not None:

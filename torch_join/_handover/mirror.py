@@ -1,8 +1,8 @@
-"""Changes to gradients and parameters by a step's own code, on ranks that do not run that code.
+"""Repeats changes that user code makes to gradients and parameters, on ranks that do not run that code.
 
-If a step clears, clips or replaces gradients by hand, or changes parameters besides the optimizer (weight clipping, a
-target network), the single changes cannot be announced. So an active rank compares them with the values that all ranks
-had, and the lowest active rank sends the changed ones.
+If a step clears, clips or replaces gradients by hand, or changes parameters outside the optimizer (weight clipping, a
+target network), the single changes cannot be announced. So an active rank compares gradients and parameters with the
+values that all ranks had, and the lowest active rank sends the changed ones.
 """
 
 import weakref
@@ -37,7 +37,7 @@ class Changes:
 
 
 class StepMirror:
-    """The gradients and parameters that all ranks have in common, as known to one rank.
+    """One rank's record of the gradients and parameters that are equal on all ranks.
 
     Args:
         ddp: The model.
@@ -53,16 +53,16 @@ class StepMirror:
         self._local: set[int] = set()  # gradients that were accumulated without a sync: each rank has its own
 
     def remember(self) -> None:
-        """Note the current values, which are equal on all ranks."""
+        """Record the current values, which are equal on all ranks."""
         self._remember_gradients()
         self._sums = self._checksums()
 
     def before_tail(self, synced: bool) -> None:
-        """Note that a backward has run while all ranks are active."""
+        """Record that a backward has run while all ranks are active."""
         self._local = set() if synced else set(range(len(self._parameters)))
 
     def after_backward(self, synced: bool) -> None:
-        """Note that a backward has run on all ranks; without a sync each has its own gradients from it."""
+        """Record that a backward has run on all ranks; without a sync, each rank has its own gradients from it."""
         touched = {i for i, p in enumerate(self._parameters) if not is_known(p.grad, self._gradients[i])}
         self._local = self._local - touched if synced else self._local | touched
         self._remember_gradients()
@@ -84,7 +84,7 @@ class StepMirror:
             with_parameters: Whether to compare the parameters too.
 
         Raises:
-            JoinError: A gradient that only this rank has was changed, so that others cannot do the same.
+            JoinError: A gradient that only this rank has was changed, so other ranks cannot repeat the change.
             UnsupportedError: A sparse gradient was changed.
         """
         found, asked = Changes([], [], [], []), []
@@ -124,7 +124,7 @@ class StepMirror:
         return found
 
     def take(self, changes: Changes, src: int) -> None:
-        """Give this rank the changes of rank `src` of the process group; all ranks call this."""
+        """Apply the changes of rank `src` of the process group to this rank; all ranks call this."""
         for place in changes.cleared:
             self._parameters[place].grad = None
         for place in changes.zeroed:
@@ -139,7 +139,7 @@ class StepMirror:
         self._gradients = [known(p.grad) for p in self._parameters]
 
     def _gradient(self, place: int) -> Tensor:
-        """Return the gradient at this place, zeros if there was none."""
+        """Return the gradient at this place; create zeros if there is none."""
         parameter: Tensor = self._parameters[place]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -151,19 +151,19 @@ class StepMirror:
 
 
 def known(gradient: Tensor | None) -> Known:
-    """Return a record that shows later whether `gradient` is still the same, and unchanged."""
+    """Return a record by which `is_known` tells later whether `gradient` is the same tensor, and unchanged."""
     return None if gradient is None else (weakref.ref(gradient), versions(gradient))
 
 
 def versions(tensor: Tensor) -> tuple[int, int]:
-    """Return the version of a tensor, and of this rank's part of it: some operations count only in one of them."""
+    """Return the version of a tensor, and of this rank's part of it: some operations increment only one of them."""
     if type(tensor) is Tensor:
         return tensor._version, tensor._version
     return tensor._version, _compat.local_part(tensor)._version
 
 
 def is_known(gradient: Tensor | None, known: Known) -> bool:
-    """Whether `gradient` is the same, and unchanged, since `known` was made."""
+    """Whether `gradient` is still the tensor that `known` records, and unchanged."""
     if gradient is None or known is None:
         return gradient is None and known is None
     reference, before = known

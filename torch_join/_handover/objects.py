@@ -1,9 +1,8 @@
-"""Objects of types that cannot go over the channel: they go over the process group, pickled, as torch's own do.
+"""Sends objects of types that cannot go over the channel: pickled, over the process group, as torch does.
 
-The processes of the group are trusted, as torch trusts them: its object collectives unpickle, too. All ranks of the
-group take part, joined ones when a record announces it, and never between the start of a backward and its last bucket.
-
-The contents are sent as bytes of CPU tensors, or over the device of a group that sends no CPU tensors.
+The processes of the group are trusted, as in torch, whose object collectives also unpickle. All ranks of the group take
+part; joined ranks do when a record announces it. This never happens between the start of a backward and its last
+bucket. The contents are sent as bytes of CPU tensors, or through a device if the group cannot send CPU tensors.
 """
 
 import io
@@ -21,7 +20,7 @@ from torch_join._handover import transfer as _transfer
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles accelerator tensors so that they go to the reader's own device, not to the one of the same number."""
+    """Pickles accelerator tensors so that they are loaded on the reader's own device, not on that of the same index."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
@@ -35,7 +34,7 @@ def _at_home(tensor: Tensor, kind: str, requires_grad: bool) -> Tensor:
 
 @closed("apart")
 class Apart(NamedTuple):
-    """Stands in a record for an object that follows it, over the process group."""
+    """Represents, in a record, an object that follows the record over the process group."""
 
 
 def pack(value: Any, what: str) -> bytes:
@@ -58,7 +57,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     Args:
         value: This rank's value.
         what: Its name in an error.
-        group: The process group, by default the whole world; without one there is only this rank.
+        group: The process group, by default the whole world; if none is initialized, this is the only rank.
 
     Raises:
         JoinTypeError: It cannot be pickled.

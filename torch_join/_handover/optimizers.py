@@ -1,11 +1,11 @@
 """The handover of an optimizer, and of the optimizers that it wraps (as Lookahead and SAM do).
 
-For each of them: the hyperparameters of every group, the parameters themselves (which no given model may hold, such as
-fp32 master weights), the state of every parameter. For a sharded one (ZeroRedundancyOptimizer) no state, because each
-rank owns a shard. And if a class has its own state dict, the contents of that.
+For each optimizer this copies the hyperparameters of every group, the parameters (such as fp32 master weights, which no
+model holds), and the state of every parameter, but not of a sharded optimizer (ZeroRedundancyOptimizer), since each
+rank owns a shard. If a class has its own state dict, the contents of that are copied too.
 
-Tensors and containers keep their identity, as other objects may hold them. torch's `load_state_dict` replaces them, and
-casts the tensors; so the loaded values are copied into the old ones afterwards.
+Tensors and containers keep their identity, since other objects may hold them. torch's `load_state_dict` replaces them
+and casts the tensors, so the loaded values are copied into the old ones afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ def has_groups(value: Any) -> bool:
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
-    """Return `optimizer` and, recursively, those in its attributes; a sharded one stands for its shards."""
+    """Return `optimizer` and, recursively, the optimizers in its attributes, but not those inside a sharded one."""
     found = [optimizer]
-    for one in found:  # it grows meanwhile
+    for one in found:  # the list grows meanwhile
         held = () if _compat_state.is_sharded(one) else list(vars(one).values())
         for value in held:
             items = value if isinstance(value, (list, tuple)) else value.values() if type(value) is dict else (value,)
@@ -100,7 +100,7 @@ def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name
     def act() -> None:
         for action in actions:
             action()
-        if loads:  # some need a state of the right form first, and then get the right values
+        if loads:  # some classes can load only once their state has the right form; then the values are set again
             _load(found, loads)
             for action in actions:
                 action()
@@ -134,7 +134,7 @@ def _restore(
 
 
 def _load(optimizers: list[Any], loads: list[tuple[Any, Any]]) -> None:
-    """Load state dicts, and put the old containers back in place of new ones: they may be shared."""
+    """Load state dicts, and put the old containers back in place of new ones, since other objects may hold them."""
     before = [{name: vars(one)[name] for name in _CONTAINERS if name in vars(one)} for one in optimizers]
     for one, state in loads:
         one.load_state_dict(state)
@@ -168,7 +168,7 @@ def _group_lists(optimizer: Any) -> list[list[dict[str, Any]]]:
 
 
 def _states(optimizer: Any, local: frozenset[int]) -> Iterator[tuple[Any, Any, torch.device | None]]:
-    """Yield a name that all ranks share, the key in `state`, and the device for every possible entry."""
+    """Yield, for every possible entry of `state`, a name that all ranks share, the key, and the device."""
     if _compat_state.is_sharded(optimizer) or not isinstance(getattr(optimizer, "state", None), dict):
         return
     for place, parameter in _places(optimizer):

@@ -1,7 +1,7 @@
-"""Values that are attached to the objects passed to `Join` and that no state dict needs to contain.
+"""Finds values attached to the objects passed to `Join` that need not be in any state dict.
 
-These are attributes of modules, optimizers (and the state of those that they wrap), schedulers and other objects with a
-state. Their meaning is unknown: whether one should be equal on all ranks can only be concluded if it was.
+These are attributes of modules, optimizers (and the state of optimizers that they wrap), schedulers and other objects
+with a state. Their meaning is unknown, so a value counts as a replica only if it was equal on all ranks.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ from torch_join._handover.state import has_state
 _PLAIN = (bool, int, float, complex, str, type(None))
 DEPTH = 4
 _ITEMS = 256  # of one container
-_VALUES = 2**12  # of one attribute: more is a dataset too, and each value would be named
+_VALUES = 2**12  # of one attribute: more is a dataset too, and each value needs a name
 _ELEMENTS = 2**24  # of one tensor: more is a dataset
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def reachable(thing: Any, name: str, local: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each, which is a tensor or a plain value.
+    """Yield the name of each such value, and the value, which is a tensor or a plain one.
 
     Args:
         thing: An object passed to `Join`.
@@ -95,7 +95,7 @@ def values_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield f"len({name})", len(value)
         for index, item in enumerate(list(value)[:_ITEMS]):
             yield from values_in(item, f"{name}[{index}]", depth - 1)
-    elif depth and isinstance(value, nn.Module):  # not a submodule: in a list, or of another object
+    elif depth and isinstance(value, nn.Module):  # not a submodule: it is in a list, or held by another object
         if not is_metric(value):
             yield from ((f"{name}.{key}", p) for key, p in value.named_parameters() if flaw(p) is None)
     # Each rank has its own position in a loader or a sampler.

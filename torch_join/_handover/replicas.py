@@ -1,4 +1,4 @@
-"""The handover of each kind of object: how it is captured on the source and restored elsewhere.
+"""How each kind of object is captured on the source and restored on the other ranks.
 
 model        parameters, buffers (also those outside the state dict), extra state, frozen and training flags
 optimizer    see `optimizers.py`
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
     Attributes:
         name: The kind.
-        capture: Turns such an object into `Captured`; the string names it in errors.
+        capture: Turns such an object into `Captured`; the string is its name in errors.
         restore: Loads that into another rank's object.
     """
 
@@ -55,7 +55,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def named(objects: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return objects in the order in which they are handed over, named as errors do: "optimizer 1 (Adam)"."""
+    """Return objects in the order of their handover, with their names in errors, such as "optimizer 1 (Adam)"."""
     places = {kind: place for place, kind in enumerate(KINDS)}  # objects come before those that depend on them
     ordered = sorted(objects, key=lambda value: places[kind_of(value)])
     kinds = [kind_of(value).name for value in ordered]

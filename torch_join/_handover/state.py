@@ -40,7 +40,7 @@ class Capture:
     """Turns live state into a tree and collects the tensors.
 
     Args:
-        canonical: Whether equal values must have equal trees: for comparisons; such a tree cannot be restored.
+        canonical: Whether equal values must have equal trees, for comparisons. Such trees cannot be restored.
         local: The `id` of each parameter that every rank keeps for itself, with its state.
 
     Attributes:
@@ -58,7 +58,7 @@ class Capture:
         self._slots: dict[int, Slot] = {}
 
     def tensor(self, tensor: Tensor, path: str) -> Slot:
-        """Return the slot of `tensor`, the same one each time that it occurs.
+        """Return the slot of `tensor`: one slot, however often it occurs.
 
         Raises:
             JoinTypeError: Its contents cannot be copied as bytes.
@@ -72,7 +72,7 @@ class Capture:
         return self._slots[id(tensor)]
 
     def tree(self, value: Any, path: str) -> Any:
-        """Return the tree of `value`; `path` names it in errors.
+        """Return the tree of `value`; `path` is its name in errors.
 
         Raises:
             JoinTypeError: A part of `value` can be neither sent nor kept.
@@ -146,7 +146,7 @@ class Restore:
         self._later.append(action)
 
     def finish(self) -> None:
-        """Run the actions that were put off until the tensors are filled."""
+        """Run the actions passed to `later`."""
         for action in self._later:
             action()
 
@@ -167,7 +167,7 @@ class Restore:
         """Fill one of this rank's parameters, and freeze or unfreeze it as on the source.
 
         Raises:
-            JoinValueError: It has another shape or type than there.
+            JoinValueError: Its shape or type differs from that on the source.
         """
         if self.tensor(slot, own) is not own:
             raise JoinValueError(f"{path} is {TensorSpec.of(own)} here and {self.specs[slot.index]} on the source.")
@@ -233,7 +233,7 @@ class _Pickler(pickle.Pickler):
             self.slots.append(self._capture.tensor(value, self._path).index)
             return len(self.slots) - 1
         if isinstance(value, (Optimizer, LRScheduler, nn.Module)):
-            # A copy of it would appear on the other ranks, next to their own.
+            # Other ranks would get a copy of it in addition to their own.
             raise JoinTypeError(
                 f"{self._path} refers to a {type(value).__name__}, which cannot be sent. Leave it out of the"
                 " state dict."

@@ -1,9 +1,9 @@
-"""Sends the contents of tensors, one rank's to all others, or rows of all ranks, a bucket at a time.
+"""Sends tensors of one rank to all others, and rows of bytes between all ranks, one bucket at a time.
 
 Everything is sent as bytes, so that every dtype arrives bit for bit. A large tensor is sent from its own memory and
-received into it; small ones are packed into a bucket. Besides that bucket only a large tensor whose layout differs
-between ranks takes extra memory, while it is being sent. (DDP's own packing, `broadcast_coalesced`, keeps two buckets,
-copies large tensors too, and writes to the source's.)
+received into it; small ones are packed into a bucket. Extra memory is needed only for that bucket and, while it is
+sent, for a large tensor whose layout differs between ranks. (DDP's own packing, `broadcast_coalesced`, keeps two
+buckets, copies large tensors too, and writes to the source's tensors.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,11 @@ Bucket = Sequence[tuple[TensorSpec, Sequence[Tensor]]]
 def broadcast(
     specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]], source: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill tensors with the contents of the source's; every rank calls this at the same time.
+    """Fill tensors with the contents of the source's tensors; every rank calls this at the same time.
 
     Args:
         specs: The descriptions of the source's tensors, the same on every rank.
-        tensors: For each of them this rank's tensors: on the source just one, elsewhere those to fill.
+        tensors: For each description, this rank's tensors: on the source just one, elsewhere those to fill.
         source: The source's rank in `group`.
         group: The process group, by default the whole world.
     """
@@ -42,7 +42,7 @@ def broadcast(
 
 
 def pack(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> bytes | None:
-    """Return the contents of a few small tensors, to send with the specs; `None` if `broadcast` is to send them.
+    """Return the contents of tensors that are few and small, to send with the specs; `None` for any others.
 
     Args:
         specs: Their descriptions.
@@ -100,7 +100,7 @@ def _broadcast_bucket(bucket: Bucket, source: int, group: dist.ProcessGroup) -> 
 
 
 def _size(bucket: Bucket) -> int:
-    # A single tensor is sent without padding, as from its own memory, since other ranks may receive it there.
+    # A single tensor is sent without padding, since other ranks may receive it directly in its own memory.
     return sum(_aligned(spec.nbytes) for spec, _ in bucket[:-1]) + bucket[-1][0].nbytes
 
 
@@ -114,7 +114,7 @@ def _packed(bucket: Bucket) -> Tensor:
 
 def _unpack(packed: Tensor, bucket: Bucket) -> None:
     for (spec, tensors), piece in zip(bucket, _pieces(packed, bucket), strict=True):
-        # If only the source repeats elements in memory, copying repeats them.
+        # If only the source's elements share memory, copying repeats them.
         storage_view(tensors[0], spec).copy_(piece.view(spec.dtype).view(spec.storage_shape))
         _copy_to_others(tensors)
 
@@ -127,7 +127,7 @@ def _pieces(packed: Tensor, bucket: Bucket) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor, spec: TensorSpec) -> Tensor | None:
-    """Return the bytes of `tensor`, if its memory has the order in which they are sent, and is worth a broadcast."""
+    """Return a view of the bytes of `tensor`; `None` if it is small, or its memory order is not the one to send."""
     view = storage_view(tensor, spec)
     alike = view.shape == spec.storage_shape and view.is_contiguous() and not view.is_conj() and not view.is_neg()
     return view.view(-1).view(torch.uint8) if spec.nbytes >= _LARGE and alike else None
@@ -143,7 +143,7 @@ def _aligned(size: int) -> int:
 
 
 def carrier(kind: str, group: dist.ProcessGroup) -> torch.device | None:
-    """Return the device from which the group can send tensors of another kind of device; `None` for their own.
+    """Return the device through which the group sends tensors of type `kind`; `None` if it sends them directly.
 
     A job with NCCL alone sends no CPU tensors. A gloo group for these would have to be made late, which fails on
     clusters whose host names resolve to loopback addresses.
