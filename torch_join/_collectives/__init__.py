@@ -1,4 +1,4 @@
-"""Other collectives of a step: a tap on the `c10d` operators sees and describes them, joined ranks mirror them.
+"""Collectives other than DDP's: a tap on the `c10d` operators describes them, and joined ranks mirror them.
 
-Begin with: `tap.py`, on an active rank; `neutral.py`, on a joined one. `subgroups.py`: collectives of some ranks only.
+Start with `tap.py` (active ranks) and `neutral.py` (joined ranks). `subgroups.py`: collectives of some ranks only.
 """

@@ -1,4 +1,4 @@
-"""Collectives in backward, or of its gradients: who must know of one before it is issued, and how it is weighted."""
+"""Collectives in a backward, or of its gradients: how they are announced before they are issued, and weighted."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ EXCHANGES = ("all_to_all", "reduce_scatter")  # prefixes of operations that brin
 
 
 class Backwards:
-    """What a `CollectiveTap` calls for collectives in, and around, the backwards of a loop.
+    """Handles, for a `CollectiveTap`, the collectives in and around the backwards of a loop.
 
     Args:
         tail_log: The loop's `TailLog`.
@@ -27,9 +27,9 @@ class Backwards:
         check: Called first with each collective; see `before_collective`.
 
     Attributes:
-        in_pieces: Whether backwards are announced piece by piece, since they may have other collectives than
-            DistributedDataParallel's: an autograd function had one in its forward. Once true, it stays true.
-        always: Whether to do so from the first backward on, before anything shows the need for it.
+        in_pieces: Whether backwards are announced piece by piece, since they may have collectives besides those of
+            DistributedDataParallel. True once an autograd function had a collective in its forward.
+        always: Whether backwards are announced piece by piece from the first one on.
         replicas: Whether all ranks have equal copies of the parameters that DistributedDataParallel ignores.
     """
 
@@ -47,11 +47,11 @@ class Backwards:
         self.in_pieces = self.always
 
     def before_collective(self, group: list[int], ddps: bool) -> None:
-        """Prepare for a collective in backward; the collective raises the errors raised here.
+        """Prepare for a collective in a backward; the collective raises the errors raised here.
 
         Args:
             group: The global ranks of its process group.
-            ddps: Whether it is DistributedDataParallel's.
+            ddps: Whether DistributedDataParallel issues it.
         """
         in_tail = self._tail_log.meet()
         self.check(group, ddps)
@@ -69,9 +69,9 @@ class Backwards:
             raise late(f"A collective of ranks {group}, of which others may not know,")
 
     def before_differentiable(self, group: list[int]) -> None:
-        """Note a collective in an autograd function's forward, while `in_pieces` is false.
+        """Record a collective in an autograd function's forward; called while `in_pieces` is false.
 
-        All active ranks must come to the same conclusion: a collective that only some of them see proves nothing.
+        All active ranks must come to the same conclusion, so a collective of only some ranks does not count.
 
         Args:
             group: The global ranks of its process group.
@@ -86,7 +86,7 @@ class Backwards:
             group: The global ranks of its process group.
 
         Raises:
-            UnsupportedError: Joined ranks may own a part of a model.
+            UnsupportedError: Joined ranks may own a part of the model.
         """
         if not self._tail_log.meet() or not (joined := [rank for rank in group if self._members.has_joined(rank)]):
             return
@@ -108,7 +108,7 @@ class Backwards:
             joined: The joined ranks among them.
 
         Raises:
-            UnsupportedError: The group has some ranks only, which compute one batch together and are all needed.
+            UnsupportedError: The group lacks some ranks. Its members compute one batch together, and are all needed.
         """
         zeros = f"{operation} with gradients, in a forward, while {name_ranks(joined)} of its group"
         if {*self._members.global_ranks} - {*group}:
@@ -136,7 +136,7 @@ class Backwards:
             tensors: The tensors to reduce.
 
         Returns:
-            Whether these are weighted already, so that their mean over all ranks is the mean over the active ones.
+            Whether the tensors are weighted already, so that their mean over all ranks is that over the active ranks.
         """
         if reduce_op not in ("SUM", "AVG"):
             return False
@@ -156,11 +156,11 @@ class Backwards:
         return True
 
     def _is_apart(self, group: list[int]) -> bool:
-        """Whether this rank is the loop's only one in a group (of tensor parallelism, say): no other can join it."""
+        """Whether this rank is the loop's only one in a group (of tensor parallelism, say): no other can join."""
         return len({*self._members.global_ranks} & {*group}) < 2
 
     def weighs(self, group: list[int]) -> bool:
-        """Whether the gradients of these global ranks of a process group are weighted where they reach parameters."""
+        """Whether the gradients in a collective of these global ranks are weighted only when they reach parameters."""
         if self._members.count is None or self._members.serves or self._is_apart(group):
             return False
         return any(each.is_model and each.in_pieces for each in self._tail_log.participants)
@@ -172,10 +172,10 @@ class Backwards:
 
     @property
     def factor(self) -> float:
-        """The factor by which gradients of the current backward are multiplied where they reach parameters.
+        """The factor by which gradients of the current backward are multiplied when they reach parameters.
 
         Raises:
-            UnsupportedError: That backward does not reach the parameters.
+            UnsupportedError: The backward does not reach the parameters.
         """
         if any(model.will_accumulate for model in self._tail_log.models()):
             return self._members.loss_factor
@@ -196,7 +196,7 @@ def late(operation: str) -> UnsupportedError:
 
 
 _SENT = ("input", "tensor")  # prefixes of the arguments that are sent
-_MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # without a reduction, or with a sum
+_MOVES = ("gather", "scatter", "broadcast", "all_to_all")  # operations without a reduction, or with a sum
 
 
 def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weighting: str) -> bool:
@@ -209,7 +209,7 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
         weighting: The weighting's name in errors.
 
     Raises:
-        UnsupportedError: This cannot be known, or there is no way to weigh it.
+        UnsupportedError: It is unknown whether it does, or the gradients cannot be weighted.
     """
     if "barrier" in operation or not any(map(is_inexact, tensors_in(args, *_SENT, "output"))):
         return False
@@ -226,9 +226,9 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
 
 
 def issue_weighted(issue: Callable[..., Any], args: dict[str, Any], factor: float) -> Any:
-    """Issue a collective of gradients that this rank multiplies by its own factor only later.
+    """Issue a collective of gradients that this rank multiplies by its factor only later.
 
-    A value that this rank sends becomes part of gradients that another rank multiplies by its factor. So it is
+    Values that this rank sends become part of gradients that another rank multiplies by its own factor. So they are
     multiplied here by this rank's factor, and received values are divided by it.
 
     Args:

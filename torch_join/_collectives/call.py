@@ -1,4 +1,4 @@
-"""The description of a collective for other ranks to act upon, and the collectives that cannot be described."""
+"""The description of a collective, from which joined ranks take part in it; and the calls that are refused."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -91,14 +91,14 @@ _MOST_OBJECTS = 1 << 20
 
 @closed("stand-in")
 class TensorSpec(NamedTuple):
-    """The form of a stand-in for a tensor (`sparse_dim` is `None` for a dense one)."""
+    """The shape and dtype of a stand-in for a tensor (`sparse_dim` is `None` for a dense one)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     sparse_dim: int | None = None
 
     def validate(self) -> None:
-        """Raise a `ValueError` if there can be no such tensor."""
+        """Raise a `ValueError` if no such tensor can exist."""
         # The product comes last: for many or long numbers it takes seconds, in which no other thread runs.
         few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
         if not few or math.prod(self.shape) > _MOST_ELEMENTS:
@@ -110,7 +110,7 @@ class TensorSpec(NamedTuple):
 @closed("call")
 @dataclass(frozen=True)
 class Call:
-    """A collective that an active rank issues, with all that a joined rank needs to take part.
+    """A collective that an active rank issues, with everything that a joined rank needs to take part.
 
     Attributes:
         operation: Its name in `torch.distributed` (an object collective is one operation).
@@ -137,7 +137,7 @@ class Call:
     wait_all_ranks: bool = False
 
     def validate(self) -> None:
-        """Raise a `ValueError` if there can be no such collective."""
+        """Raise a `ValueError` if no such collective can exist."""
         if self.operation not in OPERATIONS:
             raise ValueError(f"no collective is called {self.operation[:60]!r}")
         if self.reduce_op is not None and self.reduce_op not in dist.ReduceOp.RedOpType.__members__:
@@ -148,7 +148,7 @@ class Call:
 
 
 def describe(operation: str, group: str, root: int | None, args: dict[str, Any]) -> Call:
-    """Describe a collective from its operator's arguments; an object collective from its first operator's."""
+    """Describe a collective from its operator's arguments; an object collective, from those of its first operator."""
     inputs, outputs = tensors_in(args, "input", "tensor"), tensors_in(args, "output")
     device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
     if operation in OBJECT_OPERATIONS:
@@ -170,7 +170,7 @@ def starts_objects(name: str, operation: str, args: dict[str, Any]) -> bool:
     """Whether a collective is the first of those that make up the object collective `name`."""
     if operation != ("all_gather" if "gather" in name else "broadcast"):
         return False
-    # It is the exchange of sizes; the next one of its kind carries bytes.
+    # The first one exchanges sizes; the next one of its kind carries bytes.
     return tensors_in(args, "input", "tensor")[0].dtype == torch.int64
 
 
@@ -187,7 +187,7 @@ def refusal(call: Call, args: dict[str, Any], joined: Sequence[int], origin: _co
         return _OWNERS[owner]
     if call.operation in ("send", "recv"):
         return _POINT_TO_POINT
-    # In backward it sends a gradient, which is zero.
+    # In a backward, the root sends a gradient, which is zero on a joined rank.
     if call.operation in _FROM_ROOT and call.root in joined and not _compat_c10d.in_backward():
         return _JOINED_ROOT
     if call.operation in ("all_to_all", "all_to_all_single") and not _is_equal_exchange(call, args):

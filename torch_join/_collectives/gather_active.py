@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 def gather_active(tensor: Tensor, active: Sequence[int], group: Any, sync_grads: bool) -> Tensor:
-    """Return the tensors of the active ranks, stacked; all of these call it, with the same shape and type.
+    """Return the tensors of the active ranks, stacked; all active ranks call this, with the same shape and type.
 
     Args:
         tensor: This rank's tensor.

@@ -81,13 +81,13 @@ def begin(call: Call) -> dist.Work | None:
     """Take part in a collective of the active ranks, without waiting for it.
 
     Args:
-        call: Their description of it.
+        call: The active ranks' description of the collective.
 
     Returns:
         The work to wait for; `None` if it is done, or if this rank is not a member of the group.
 
     Raises:
-        JoinError: There is no such operation in the table.
+        JoinError: The table lacks the operation.
     """
     entry = ENTRIES.get(call.operation)
     if entry is None:
@@ -100,10 +100,10 @@ def mirror(call: Call) -> None:
     """Take part in a collective of the active ranks, and wait for it.
 
     Args:
-        call: Their description of it. If this rank is not a member of its group, nothing happens.
+        call: The active ranks' description of the collective. If this rank is not in its group, nothing happens.
 
     Raises:
-        JoinError: There is no such operation in the table.
+        JoinError: The table lacks the operation.
     """
     if (work := begin(call)) is not None:
         work.wait()
@@ -123,7 +123,7 @@ def _neutral(call: Call) -> list[Tensor]:
 def _filled(spec: TensorSpec, value: float, device: str) -> Tensor:
     if spec.sparse_dim is None:
         return torch.full(spec.shape, value, dtype=spec.dtype, device=device)
-    # A sparse tensor's missing values are zeros, neutral only in a sum, the only sparse reduction of backends.
+    # Missing values of a sparse tensor are zeros: neutral in a sum, the only sparse reduction that backends have.
     indices = torch.empty((spec.sparse_dim, 0), dtype=torch.int64, device=device)
     values = torch.empty((0, *spec.shape[spec.sparse_dim :]), dtype=spec.dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)

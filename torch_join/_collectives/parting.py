@@ -1,8 +1,8 @@
-"""A step that is the last one of some ranks only: whether a collective belongs to it, or comes after the loop.
+"""Steps that are the last for some ranks only: does a collective belong to the step, or come after the loop?
 
-After a loop by `iter` and `next` that never asks for its end, this rank cannot tell whether the code that follows is
-still in its last step. So in such a step ranks count their collectives, and a rank in its last step asks one that
-continues whether it issues the same one. If not, this rank would wait for a collective of the next step.
+In a loop by `iter` and `next` that never asks for a batch after its last one, a rank cannot tell whether the code that
+follows still belongs to its last step. So in such a step ranks count their collectives, and a rank in its last step
+asks a rank that continues whether it issues the same one. If not, the call raises: it would meet one of the next step.
 """
 
 import time
@@ -13,12 +13,12 @@ from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
 
 _GRACE = 1.0  # seconds in which a rank that has failed can report it
-# Collectives that complete only when all ranks have come.
+# Collectives that complete only once all ranks have called them.
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "accelerator.", "DDP's")
 
 
 class Parting:
-    """Such a step, on one rank.
+    """One rank's view of such a step.
 
     Args:
         members: Which ranks are active.
@@ -36,7 +36,7 @@ class Parting:
         return bool(self._ending)
 
     def begin_loop(self, channel: Channel) -> None:
-        """Start a loop; all ranks call this once all have left the last one, about which no rank asks any more."""
+        """Start a loop; all ranks call this after all have left the last loop, so no rank asks about that any more."""
         self._loops += 1
         self._channel = channel
         self._ending: Collection[int] = ()
@@ -62,7 +62,7 @@ class Parting:
 
         Args:
             operation: Its name.
-            waits: Whether it is synchronous: if not, other ranks may have to know of it first.
+            waits: Whether it is synchronous. If not, it is not checked: other ranks may need to know of it first.
 
         Raises:
             JoinError: This is the rank's last step, and ranks that continue have not issued the collective in theirs.
@@ -99,7 +99,7 @@ class Parting:
         )
 
     def _unlike(self, says: bool, waits: bool = True) -> list[int]:
-        """Note what comes next; in this rank's last step, return the ranks that continue if theirs differs."""
+        """Record what this rank does next. In its last step, return the continuing ranks if they do something else."""
         if not self._ending:
             return []
         self._count += 1
@@ -109,7 +109,7 @@ class Parting:
         goes_on = [rank for rank in self._members.active if rank not in self._ending]
         if not waits or says in self._channel.ask(self._key, goes_on[:1], bool).values():
             return []
-        # They may be about to report an error by which they have left the step.
+        # They may be about to report the error with which they left the step.
         check, end = self._channel.failure_check(), time.monotonic() + _GRACE
         while time.monotonic() < end:
             check()

@@ -1,9 +1,9 @@
-"""Collectives in process groups that some active ranks are not members of.
+"""Collectives of process groups that lack some active ranks.
 
-Those ranks cannot count them, so the log that all active ranks keep cannot hold them. Each such group has its own log,
-which its lowest active member writes. Each of its records states after which record of the common log it comes, and at
-each of those the member notes how many have come before: so a joined rank takes part in everything in the order of the
-members, and never waits in one collective while a member waits for it in another.
+Those ranks cannot count these collectives, so the common log of all active ranks cannot hold them. Each such group has
+its own log, which its lowest active member writes. Each record in it has the number of common records before it, and at
+each common record that member posts the number of group records before it. So a joined rank takes part in everything in
+the members' order, and never waits in one collective while a member waits for it in another.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _RECORD = tuple[int, Call]  # the number of common records before it, and the co
 
 
 class Subgroups:
-    """The groups that are a part of a larger one, on one rank of the larger one.
+    """The groups that are part of a larger group, on one rank of the larger group.
 
     Args:
         channel: The channel of the larger group.
@@ -29,7 +29,7 @@ class Subgroups:
         rank: This rank in the larger group.
 
     Attributes:
-        groups: The members of each, as ranks of the larger group, by name.
+        groups: By name, the members of each group, as ranks of the larger group.
     """
 
     def __init__(self, channel: Channel, members: list[int], rank: int) -> None:
@@ -55,7 +55,7 @@ class Subgroups:
         """Whether a collective is in one of these groups, and not in a group of all ranks.
 
         Raises:
-            UnsupportedError: It is in a group of some of the ranks and others.
+            UnsupportedError: Its group has ranks outside the larger group, or was created too late.
         """
         if call.group in self.groups:
             return True
@@ -75,7 +75,7 @@ class Subgroups:
             self._channel.post(key, (self._channel.records, call))
 
     def mark(self, active: tuple[int, ...]) -> None:
-        """Note the counts before the next record of the common log; every active rank calls this, also as it joins."""
+        """Post the counts before the next record of the common log; every active rank calls this, also as it joins."""
         for name, ranks in self.groups.items():
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
@@ -84,7 +84,7 @@ class Subgroups:
         """Wait for the next record of the common log; meanwhile, take part in these groups' collectives.
 
         Args:
-            of: The type of a record, which ends with the active ranks.
+            of: The type of a record, whose last item is the active ranks.
             also: Other work to do meanwhile, and once more when the record is there.
         """
         number = self._channel.records
@@ -97,7 +97,7 @@ class Subgroups:
         record = self._channel.follow(meanwhile if self.groups or also is not None else None, of)
         if also is not None:
             also()
-        before_, self._active = self._active, record[-1]  # a rank that has joined since has left a note, too
+        before_, self._active = self._active, record[-1]  # a rank that has joined since has posted its counts, too
         for name, ranks in self.groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):
                 mark = f"sub/{name}/at/{number}"

@@ -1,9 +1,9 @@
 """Observes the collectives that this rank's own code issues, so that joined ranks can take part in them.
 
 Every collective of `torch.distributed`, also a functional or a compiled one, goes through the dispatcher's `c10d`
-operators. A kernel at "BackendSelect" comes before the backend's own, in every grad mode, and is called in a way that
-releases the interpreter's lock before it waits; a kernel in the backend's place would keep it, and deadlock with Python
-callbacks in the backend's threads.
+operators. A kernel at "BackendSelect" runs before the backend's own, in every grad mode, and the interpreter's lock is
+released before it waits. A kernel in the backend's place would hold the lock, and deadlock with Python callbacks in the
+backend's threads.
 """
 
 import sys
@@ -37,26 +37,24 @@ __all__ = ["Call", "CollectiveTap"]
 class CollectiveTap:
     """Passes a description of each collective to `observe` before it runs, while installed.
 
-    It listens to the thread that installs it, and to process groups with a joined member. Collectives of
-    DistributedDataParallel in backward are ignored. Its collectives in forward are not, so they belong inside
-    `ignoring()`.
+    It observes the thread that installs it, and process groups with a joined member. It ignores collectives that
+    DistributedDataParallel issues in a backward, but not those in a forward, so these must be inside `ignoring()`.
 
     With `ReduceOp.AVG` it multiplies this rank's input by the group's size over the number of active members, so that
-    the result is the mean over these.
+    the result is the mean over the active members.
 
     Args:
         observe: Called with each collective before it runs; the collective raises the errors raised here.
-        joined: Whether a global rank has joined; called at each collective. `None` is for a rank that has joined itself
-            and runs code that follows the active ranks' collectives on its own: every group is listened to, and nothing
-            is scaled.
+        joined: Whether a global rank has joined; called at each collective. `None` is for a joined rank that itself
+            runs code with the active ranks' collectives: every group is observed, and nothing is scaled.
         backwards: Called for collectives in, and around, backward.
         before: Called first with each collective: its operation, the global ranks of its group, and whether it is
             synchronous.
 
     Limits:
-        Creating a process group is not a collective and not seen; nor are calls that bypass the
-        dispatcher: symmetric memory, and the methods of a backend object. Install and remove
-        the tap while no other thread issues collectives.
+        It does not see the creation of process groups, or calls that bypass the dispatcher: symmetric
+        memory, and the methods of a backend object. Install and remove the tap while no other thread
+        issues collectives.
     """
 
     _installed: ClassVar["CollectiveTap | None"] = None
@@ -78,11 +76,11 @@ class CollectiveTap:
 
     @property
     def installed(self) -> bool:
-        """Whether it listens."""
+        """Whether the tap is installed."""
         return self._library is not None
 
     def install(self) -> None:
-        """Start to listen to this thread; does nothing if installed already.
+        """Start to observe this thread; do nothing if installed already.
 
         Raises:
             JoinError: Another tap is installed in this process.
@@ -95,7 +93,7 @@ class CollectiveTap:
                 " another one serves a tail."
             )
         self._thread = threading.get_ident()
-        self._others = _compat_c10d.threads()  # all ranks have started what these threads do
+        self._others = _compat_c10d.threads()  # all ranks have started the work of these threads
         self._library = _dispatch.c10d_library()
         CollectiveTap._installed = self
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
@@ -107,7 +105,7 @@ class CollectiveTap:
             raise
 
     def remove(self) -> None:
-        """Stop listening and clean up; does nothing if not installed."""
+        """Stop observing and clean up; do nothing if not installed."""
         if not self.installed:
             return
         library, self._library = self._library, None
@@ -127,7 +125,7 @@ class CollectiveTap:
     def _check_other_thread(self, args: dict[str, Any], caller: FrameType | None) -> None:
         if self._joined is None or threading.get_ident() in self._others or "process_group" not in args:
             return
-        of_all = len(_ranks(args)) == dist.get_world_size()  # only the other thread may find out who has joined
+        of_all = len(_ranks(args)) == dist.get_world_size()  # only the observed thread can find out who has joined
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
                 "torch.distributed.checkpoint.async_save needs all ranks, but some have joined and do not call it. Call"
@@ -147,7 +145,7 @@ class CollectiveTap:
             backwards.before_differentiable(_ranks(args))
 
     def _factor(self, operation: str, args: dict[str, Any], caller: FrameType | None) -> float:
-        """Return the factor by which gradients in this collective in backward are multiplied only later."""
+        """Return the factor by which gradients in this collective in a backward are multiplied only later; else 1."""
         if self._backwards is None or "process_group" not in args or not self._backwards.weighs(_ranks(args)):
             return 1
         if _compat_c10d.recomputes(caller):
@@ -167,7 +165,7 @@ class CollectiveTap:
         if self._ignoring or not self._is_ours():
             return
         if self._joined is not None:
-            self._joined(-1)  # first finishes a loop that was left, and so may remove the tap
+            self._joined(-1)  # this first finishes a loop that was left, which may remove the tap
         if self.installed:
             raise UnsupportedError(
                 "A CUDA graph is captured or replayed (torch.cuda.graph; torch.compile with mode='reduce-overhead' or"

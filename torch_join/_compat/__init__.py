@@ -1,4 +1,4 @@
 """Every private name of torch and DeepSpeed that torch_join uses: one file per subject.
 
-Each is checked where its file is imported (`check_names`), and a test notices when one goes.
+Each file checks its names when it is imported (`check_names`), and a test fails when one is gone.
 """

@@ -1,6 +1,6 @@
-"""How to intercept a call of a `c10d` operator before its backend: private names of torch, seen in torch 2.13.0.
+"""Intercepts calls of `c10d` operators before the backend, by private names of torch (seen in torch 2.13.0).
 
-`tests/core/_collectives/test_tap.py` notices when one of them goes.
+`tests/core/_collectives/test_tap.py` fails when one of them is gone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +18,18 @@ def overload(name: str) -> Any:
     return getattr(torch.ops.c10d, name).default
 
 
-# The keys, for `&` with a call's keyset, below the one at which the tap listens. (A function that computed it would be
-# traced when torch 2.11 compiles code that issues a collective, and no graph can have such an argument.)
+# The dispatch keys below that of the tap, for `&` with a call's keyset. (Not a function: torch 2.11 would trace it when
+# it compiles code that issues a collective, and no graph can have such an argument.)
 BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def has_kernel(name: str) -> bool:
-    """Whether an operator has a kernel at the key at which the tap listens."""
+    """Whether an operator has a kernel at the dispatch key of the tap."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"))
 
 
 def c10d_library() -> Any:
-    """Return an object with which kernels of the `c10d` operators can be registered."""
+    """Return an object that registers kernels of the `c10d` operators."""
     make: Any = torch.library.Library
     return make("c10d", "IMPL")
 

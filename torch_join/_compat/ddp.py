@@ -1,6 +1,6 @@
-"""Every private name of torch that this package touches (seen in torch 2.13.0).
+"""The private names of torch for DistributedDataParallel, autograd and tensors (seen in torch 2.13.0).
 
-`tests/core/_base/test_compat.py` notices when one of them goes.
+`tests/core/_base/test_compat.py` fails when one of them is gone.
 """
 
 import time
@@ -34,7 +34,7 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], buc
 
 
 def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
-    """Name the option of `ddp` that a zero-gradient pass cannot handle, if it has one."""
+    """Return the option of `ddp` that a zero-gradient pass cannot handle, if it has one."""
     if ddp._use_python_reducer:
         return "torch._dynamo's python_reducer"
     if ddp._delay_all_reduce_params:
@@ -87,7 +87,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: bool) -> None:
-    """Put a buffer last among `module`'s own, replacing any of that name; `None` stays where it is."""
+    """Set a buffer as the last of `module`'s own, replacing any of that name; `None` keeps its place."""
     if buffer is not None:
         module._buffers.pop(name, None)
     module._buffers[name] = buffer
@@ -95,7 +95,7 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None, persistent: 
 
 
 def wait_for_device(kind: str, watch: Callable[[], Callable[[], None]]) -> None:
-    """Wait until an accelerator has finished all queued work: its collectives return before they have run.
+    """Wait until an accelerator has finished all queued work, since its collectives return before they have run.
 
     Args:
         kind: The kind of device.
@@ -119,7 +119,7 @@ def check_not_captured(parameter: Tensor) -> None:
     """Raise if a CUDA graph captures a forward of the model of this parameter.
 
     Raises:
-        UnsupportedError: It does.
+        UnsupportedError: A graph captures it.
     """
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -140,9 +140,9 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output that a backward can start from, as DDP finds them; no leaves.
+    """Return the tensors in a model's output from which a backward can start, as DDP finds them, except leaves.
 
-    A parameter that a model returns outlives its forward, and a backward may reach it in other ways.
+    A leaf, such as a parameter that a model returns, outlives the forward, and a backward may reach it in other ways.
     """
     tensors = [output] if isinstance(output, Tensor) else _find_tensors(output)  # type: ignore[no-untyped-call]
     return [tensor for tensor in tensors if tensor.grad_fn is not None]
@@ -165,14 +165,14 @@ def averaged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     parameters = [p for name, p in named if name not in ddp.parameters_to_ignore]
     if all(p.requires_grad for p in parameters):
         return parameters
-    # Parameters may have been frozen or unfrozen since then: only DDP's buckets tell.
+    # Parameters may have been frozen or unfrozen since then: only DDP's buckets show what it averages.
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     averaged = {id(p) for bucket in buckets for p in bucket.parameters()}
     return [p for p in parameters if id(p) in averaged]
 
 
 def norms(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the 1-norm of each on its device, without a transfer, and in as few kernels as possible."""
+    """Return the 1-norm of each tensor on its device, without a transfer, and in as few kernels as possible."""
     found = iter(torch._foreach_norm(there, 1) if (there := [t for t in tensors if t is not None]) else ())
     return [None if tensor is None else next(found) for tensor in tensors]
 
@@ -201,7 +201,7 @@ def shard_hooks(tensor: Tensor) -> int:
 
 
 def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return this rank's values of each, detached: a `DTensor`'s shard, a sparse tensor's values."""
+    """Return the values of each tensor on this rank, detached: a `DTensor`'s shard, a sparse tensor's values."""
     parts = (None if tensor is None else local_part(tensor) for tensor in tensors)
     return [None if p is None else (p.coalesce().values() if p.is_sparse else p).detach() for p in parts]
 
@@ -212,7 +212,7 @@ def expect_gradients(ddp: DistributedDataParallel, output: Tensor) -> None:
 
 
 def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP only counts gradients in the next backward, and averages at its end: under `static_graph`, once."""
+    """Whether DDP averages only at the end of the next backward, as in the first one under `static_graph`."""
     return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
 
 
@@ -227,7 +227,7 @@ def parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is this rank's part of one that is sharded, by FSDP or as a `DTensor`."""
+    """Whether a tensor is this rank's part of a tensor that is sharded by FSDP or as a `DTensor`."""
     return (
         getattr(tensor, "_local_tensor", False) is not False
         or getattr(tensor, "_fsdp_flattened", False) is not False
@@ -264,8 +264,8 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Do what DDP's next forward would, once, after the first backward that syncs; return whether that was due."""
-    # Buckets outlive a loop under `inference_mode`.
+    """Rebuild buckets, as DDP's next forward would after the first backward that syncs; return whether that was due."""
+    # Buckets outlive a loop that runs under `inference_mode`.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         rebuilt: bool = ddp.reducer._rebuild_buckets()
     if rebuilt:
@@ -276,7 +276,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error` comes from a collective (gloo raises plain `RuntimeError`s)."""
     signs = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
-    if isinstance(error, JoinError):  # it says more already
+    if isinstance(error, JoinError):  # its message says more already
         return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -289,7 +289,7 @@ def backward_in_progress() -> int:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the current backward, after those queued before."""
+    """Call `callback` at the end of the current backward, after callbacks that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -311,7 +311,7 @@ def configure(joinable: Joinable, config: Any = None) -> Callable[[], None]:
 
 
 def without_step_hooks(optimizer: Any) -> AbstractContextManager[None]:
-    """Make steps of an optimizer run none of its registered hooks."""
+    """Make an optimizer's steps run none of its registered hooks inside."""
     return setting(optimizer, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
 
 
@@ -320,20 +320,20 @@ def zero_shard(zero: Any, rank: int) -> list[Tensor]:
     return [p for group in zero._partition_parameters()[rank] for p in group["params"]]
 
 
-# Dynamo's function that returns what it calls with each frame of this thread: `None` if nothing is compiled. Older
-# versions may lack it: hooks cost more then.
+# Dynamo's function that returns its callback for the frames of this thread, which is `None` if nothing is compiled.
+# Older versions may lack it: hooks cost more then.
 compiles_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 def check_reduced(ddp: DistributedDataParallel, watch: Callable[[], Callable[[], None]]) -> None:
-    """Raise the error of the next forward of `ddp` if the backward that has just synced left parameters out.
+    """Raise the error of DDP's next forward already now, if the backward that has just synced left parameters out.
 
     Ranks that have used these parameters are waiting for their gradients, so a loop in which ranks meet before the next
-    forward would never reach it. All ranks call this: in DDP's first iteration it does what the next forward would do
-    first, which is to agree on the order of the buckets. For that it waits for the device (see `wait_for_device`).
+    forward would never reach that error. All ranks call this: in DDP's first iteration it agrees on the order of the
+    buckets, as the next forward would. For that it waits for the device (see `wait_for_device`).
 
     Raises:
-        RuntimeError: DDP's own, with the parameters and the remedies.
+        RuntimeError: DDP's own error, which lists the parameters and the remedies.
     """
     if not has_rebuilt_buckets(ddp):
         check_reduction_finished(ddp)

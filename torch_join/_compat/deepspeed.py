@@ -1,6 +1,6 @@
-"""DeepSpeed's private names, and its features that are refused. Imported only if there is an engine: it takes seconds.
+"""DeepSpeed's private names, and its features that are refused. Imported only for an engine, since it takes seconds.
 
-`tests/deepspeed/test_compat.py` notices when one of them goes.
+`tests/deepspeed/test_compat.py` fails when one of them is gone.
 """
 
 from importlib.metadata import version
@@ -33,7 +33,7 @@ PHASES = (
     "post_sub_module_backward_function",
 )
 FORWARD_ENDS = 1
-# The method that reduces a full bucket in stage 3, with the class's name put in front by Python.
+# The method that reduces a full bucket in stage 3; Python puts the class's name in front.
 REDUCE_BUCKET_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 check_names(
@@ -60,10 +60,10 @@ check_names(
 
 
 def check_engine(engine: Any) -> None:
-    """Raise if an engine's collectives do not follow from its events and its own state alone.
+    """Raise if an engine's collectives depend on more than its events and its state.
 
     Raises:
-        UnsupportedError: They do not.
+        UnsupportedError: They do.
     """
     offload = engine.zero_offload_param()
     refused = {
@@ -121,12 +121,12 @@ def offload_of(engine: Any) -> Any:
 
 
 def externals_of(module: Any) -> list[tuple[Any, bool]]:
-    """Return the other modules' parameters that a module uses, and whether they come from its output."""
+    """Return the parameters of other modules that a module uses, and whether they come from its output."""
     return [(p, bool(p.is_external_param)) for p in getattr(module, "_external_params", {}).values()]
 
 
 def add_external(module: Any, parameter: Any, dangles: bool) -> None:
-    """Let DeepSpeed gather another module's parameter together with a module's own."""
+    """Make DeepSpeed gather another module's parameter together with a module's own."""
     parameter.is_external_param = dangles
     if id(parameter) not in getattr(module, "_external_params", {}):
         register_external_parameter(module, parameter)
@@ -138,7 +138,7 @@ def end_forward(module: Any) -> None:
 
 
 def has_gradient_hooks(engine: Any) -> bool:
-    """Whether gradients are taken as they come: with some options in stage 1, the epilogue takes them all."""
+    """Whether each gradient is processed by a hook; with some options in stage 1, the epilogue processes them all."""
     return bool(getattr(engine.optimizer, "_grad_acc_hooks", True))
 
 

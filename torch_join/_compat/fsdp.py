@@ -1,6 +1,6 @@
 """Every private name of FSDP that joined ranks need to follow it (seen in torch 2.13.0).
 
-`tests/core/_shadow/test_sharded_compat.py` notices when one of them goes. Importing FSDP takes long, so this module is
+`tests/core/_shadow/test_sharded_compat.py` fails when one of them is gone. Importing FSDP takes long, so this module is
 imported only for a sharded model.
 """
 
@@ -61,7 +61,7 @@ def check_runs(group: Any, name: str) -> None:
         name: The name of its module.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: FSDP cannot.
     """
     if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise UnsupportedError(
@@ -83,12 +83,12 @@ def will_gather(group: Any) -> bool:
 
 
 def reduces_unused(group: Any) -> bool:
-    """Whether a group reduces zeros for parameters that no backward has reached (an option from torch 2.10 on)."""
+    """Whether a group reduces zeros for parameters that no backward has reached (an option since torch 2.10)."""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def take_reductions(context: Any) -> list[Any]:
-    """Return FSDP's records of reductions that are under way, and remove them from FSDP."""
+    """Return FSDP's records of reductions that have not finished, and remove them from FSDP."""
     if hasattr(context, "reduce_scatter_states"):
         states = [*context.reduce_scatter_states]
         context.reduce_scatter_states.clear()
@@ -101,7 +101,7 @@ def take_reductions(context: Any) -> list[Any]:
 
 
 def init_roots(model: nn.Module) -> None:
-    """Let FSDP initialize each outermost sharded module of `model`, as before a first forward."""
+    """Make FSDP initialize each outermost sharded module of `model`, as before a first forward."""
     for root in roots(model):
         if isinstance(root, FSDPModule):
             root._get_fsdp_state()._lazy_init()
@@ -129,11 +129,11 @@ _undo: list[Callable[[], None]] = []
 
 
 def announce_reductions(handle: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Call `around` with each reduction of a flat parameter's gradient, which it runs; return a function to end this.
+    """Pass each reduction of a flat parameter's gradient to `around`, which runs it; return a function that ends this.
 
-    FSDP looks these functions up in its module. While any flat parameter is watched, they are replaced there; so is the
-    function that records the order in which the next backward prefetches: evaluation, in which ranks differ, must not
-    leave anything in that order.
+    FSDP looks up its functions in its module, where they are replaced while any flat parameter is watched. The function
+    that records the order in which the next backward prefetches is replaced, too: ranks differ in evaluation, which
+    must not change that order.
     """
     if not _announced:
         _undo.append(replace(_ExecOrderData, record_post_forward=_recording(_ExecOrderData.record_post_forward)))
@@ -192,7 +192,7 @@ def root_mesh(mesh: Any) -> Any:
 def wrap_clipping(norm: Callable[..., Any], scale: Callable[..., Any]) -> tuple[Any, Any, Callable[[], None]]:
     """Put `norm` and `scale` in place of the two halves of `torch.nn.utils.clip_grad_norm_`.
 
-    Code that has imported that function calls them through its module.
+    The function looks them up in its module, so this also affects code that has imported it before.
 
     Returns:
         The halves themselves, and a function that restores them.
@@ -212,7 +212,7 @@ def clip_by_whole_norms() -> Callable[[], None]:
 
 
 def replicated(norm: Any) -> Any:
-    """Return a norm that all ranks hold: a norm of shards is partial, and reading it takes a sum over all ranks."""
+    """Return a norm that all ranks hold. A norm of shards is partial, and reading it takes a sum over all ranks."""
     if not isinstance(norm, DTensor) or all(placement.is_replicate() for placement in norm.placements):
         return norm
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)

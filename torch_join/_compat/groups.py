@@ -1,6 +1,6 @@
-"""What a process group's backends can tell and do: private names of torch, seen in torch 2.13.0.
+"""Queries a process group's backends and sends over them, by private names of torch (seen in torch 2.13.0).
 
-`tests/core/_control/test_survivors.py` and `tests/core/_control/test_faults.py` notice when one of them goes.
+`tests/core/_control/test_survivors.py` and `tests/core/_control/test_faults.py` fail when one of them is gone.
 """
 
 import os
@@ -19,18 +19,18 @@ from torch_join._base.errors import JoinError
 from torch_join._base.names import TORCH, check_names
 
 _PROBE_TAG, _MEET_TAG = 0x7001, 0x7002
-_ANSWERS_WITHIN = timedelta(seconds=4)  # after all have come
-# Tensors of abandoned gathers. If only gloo held one, its thread would need Python's lock to release it, which older
-# torch (2.6) holds while it destroys the group and waits for that thread.
+_ANSWERS_WITHIN = timedelta(seconds=4)  # after all ranks have called `meet`
+# Keeps tensors of abandoned gathers alive. If only gloo held one, its thread would need Python's lock to release it;
+# older torch (2.6) holds that lock while it destroys the group and waits for that thread.
 _unfinished: list[list[Tensor]] = []
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     """Whether the process of `rank` in `group` has ended, as far as gloo knows (`tells_who_is_gone`).
 
-    Gloo refuses to send to a peer whose connection has been closed. A message to a living one is never received, and
-    its own tag makes it harmless. It bypasses the dispatcher, where the collective tap listens and refuses
-    point-to-point messages in a tail.
+    Gloo refuses to send to a peer whose connection has been closed. A living peer never receives the message, and its
+    own tag makes it harmless. The message bypasses the dispatcher, where the collective tap refuses point-to-point
+    messages in a tail.
     """
     if not tells_who_is_gone(group):
         return False
@@ -47,7 +47,7 @@ def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
 
 
 def is_of_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo sends tensors that are on the CPU."""
+    """Whether `group` sends CPU tensors by gloo."""
     gloo = getattr(dist, "ProcessGroupGloo", ())
     return can_send(group, "cpu") and isinstance(_backend(group, "cpu"), gloo)
 
@@ -67,13 +67,13 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     It blocks this thread.
 
     Raises:
-        NotHereError: A rank is missing at the timeout: on rank 0 another rank, on other ranks rank 0.
+        NotHereError: A rank is missing at the timeout: rank 0 reports another rank, and other ranks report rank 0.
         RuntimeError: Another rank has disconnected.
     """
     backend, token = _backend(group, "cpu"), torch.zeros(1)
     others = range(1, dist.get_world_size(group))
     if dist.get_rank(group) > 0:
-        # Rank 0 receives it once it has called this, so its own timeout ends before the next wait does.
+        # Rank 0 receives the message once it has called this, so its own timeout ends before the next wait does.
         _wait(backend.send([token], 0, _MEET_TAG), 0, timeout)
         backend.recv([token], 0, _MEET_TAG + 1).wait(timeout + _ANSWERS_WITHIN)
         return
@@ -114,7 +114,7 @@ def gather_directly(
 ) -> list[Tensor]:
     """Return each rank's tensor, all of one shape, bypassing the dispatcher.
 
-    Calls `look` repeatedly meanwhile, which may raise. Gloo then continues to wait until its timeout, and so does the
+    Meanwhile this calls `look` repeatedly, which may raise. Gloo then still waits until its timeout, and so does the
     destruction of the group.
     """
     backend = _backend(group, tensor.device.type)
@@ -125,12 +125,12 @@ def gather_directly(
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     work, pause = backend.allgather([found], [tensor], options), 1e-4
     try:
-        while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not tell
+        while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not report it
             try:
                 look()
             except JoinError:
                 with suppress(RuntimeError):
-                    if work.is_completed():  # before the failure that `look` has seen
+                    if work.is_completed():  # it was, before the failure that `look` has seen
                         work.wait()
                         return found
                 raise
@@ -146,7 +146,7 @@ def gather_directly(
 def abort(group: dist.ProcessGroup, kind: str) -> None:
     """Make a group abandon its work on a kind of device.
 
-    If another rank has failed, the device would wait for it for ever, and so would any read from the device.
+    If another rank has failed, the device would wait for it forever, and so would any read from the device.
     """
     backend: Any = group._get_backend(torch.device(kind))
     with suppress(RuntimeError, AttributeError):  # not every backend can

@@ -1,7 +1,7 @@
 """The private names of torchmetrics on which metrics in a join rely (seen in torchmetrics 1.0.3 to 1.9.0).
 
-torchmetrics itself is never imported: a metric is recognized by its attributes. A test notices when one of these names
-goes: `tests/core/_participants/test_metrics.py`.
+torchmetrics itself is never imported: a metric is recognized by its attributes.
+`tests/core/_participants/test_metrics.py` fails when one of these names is gone.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch_join._base.errors import UnsupportedError
 
 # The method that gathers and reduces a metric's states; `sync` has saved the rank's own states before.
 SYNC_METHOD = "_sync_dist"
-# Metrics made of metrics that have no state of their own and only pass calls on.
+# Metrics around other metrics that have no state themselves and only pass calls on.
 _PASSING_ON = {
     "BinaryTargetTransformer",
     "ClasswiseWrapper",
@@ -40,7 +40,7 @@ def parts(metric: Any) -> list[Any]:
 
 
 def is_passing_on(metric: Any) -> bool:
-    """Whether a metric made of metrics is one of torchmetrics' that only pass calls on to these."""
+    """Whether a metric around other metrics is one of torchmetrics' own that only pass calls on."""
     return type(metric).__name__ in _PASSING_ON and type(metric).__module__.startswith("torchmetrics.")
 
 
@@ -150,10 +150,10 @@ def _copied(state: Any) -> Any:
 
 @functools.cache
 def link_collections() -> None:
-    """From now on, make each update of a collection share the state that several of its metrics have in common.
+    """Make each later update of a collection share the state that several of its metrics have in common.
 
-    Older torchmetrics update the first of these metrics, and share its state only when the collection computes. A
-    joined rank is asked for its states without that; and the other ranks' earlier results are kept.
+    Older torchmetrics update the first of these metrics, and share its state only when the collection computes. But a
+    joined rank sends its states without that, and the other metrics keep results computed before the update.
     """
     torchmetrics: Any = sys.modules["torchmetrics"]
     kind, both = torchmetrics.MetricCollection, {name: torchmetrics.SumMetric() for name in "ab"}

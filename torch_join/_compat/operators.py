@@ -1,6 +1,6 @@
-"""Every private name of torch that the collective tap touches (seen in torch 2.13.0 and 2.14.1).
+"""Every private name of torch that the collective tap uses (seen in torch 2.13.0 and 2.14.1).
 
-`tests/core/_collectives/test_tap.py` notices when one of them goes.
+`tests/core/_collectives/test_tap.py` fails when one of them is gone.
 """
 
 import functools
@@ -53,7 +53,7 @@ OPERATORS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-# The functions for which other ranks must come too.
+# The functions that complete only once other ranks call them, too.
 _COLLECTIVES = {*OPERATORS.values(), "all_gather_into_tensor", "reduce_scatter_tensor"} - {"send", "recv"}
 _REDUCING_OPTIONS = (
     dist.AllreduceOptions,
@@ -61,7 +61,7 @@ _REDUCING_OPTIONS = (
     dist.ReduceOptions,
     dist.ReduceScatterOptions,
 )
-# Names of these methods of a process group before torch 2.13.
+# The names of these methods of a process group before torch 2.13.
 _OLDER_NAMES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
@@ -108,7 +108,7 @@ def argument_names(name: str) -> tuple[str, ...]:
 
 
 def finished_work(result: list[Tensor]) -> Any:
-    """Return a finished work, as an operator does, for which a stream waits as for any other."""
+    """Return a finished work in the form that an operator returns; a stream can wait for it as for any other."""
     devices: Any = list({tensor.device for tensor in result if tensor.device.type != "cpu"})
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(result)
@@ -143,7 +143,7 @@ def unbox_reduce_op(boxed: Any) -> str:
 
 
 def is_waited_for(operator: str, args: dict[str, Any], caller: FrameType | None) -> bool:
-    """Whether a collective is waited for at once.
+    """Whether a collective is synchronous.
 
     Before torch 2.8 some operators lack this argument: it is then found in the frame of the Python function.
 
@@ -169,7 +169,7 @@ def issue(group: dist.ProcessGroup, operation: str, *args: Any) -> dist.Work | N
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of a group's members, or nothing for a group that is not `torch.distributed`'s."""
+    """Return the global ranks of a group's members; nothing for a group that `torch.distributed` does not know."""
     return list(distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
@@ -203,7 +203,7 @@ def threads() -> frozenset[int]:
 def _frames() -> dict[int, FrameType]:
     """Return the frame of each thread.
 
-    Meanwhile Python holds a lock that a thread needs to end, and garbage collection may wait for one of our threads.
+    Python holds a lock here that threads need to end. Garbage collection is off meanwhile: it may wait for a thread.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -215,7 +215,7 @@ def _frames() -> dict[int, FrameType]:
 
 
 def collective_under_way(thread: int) -> list[int] | None:
-    """Return the global ranks of the group of the collective that a thread is in, if it is in one."""
+    """Return the global ranks in the group of the collective that a thread is in, if it is in one."""
     for frame in _all_callers(_frames().get(thread)):
         if frame.f_code.co_filename == _C10D_FILE and frame.f_code.co_name in _COLLECTIVES:
             group: Any = frame.f_locals.get("group") or dist.group.WORLD
@@ -226,8 +226,8 @@ def collective_under_way(thread: int) -> list[int] | None:
 def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
     """Whether DDP issued a collective in backward, itself or through a communication hook.
 
-    Autograd calls DDP's reducer, which calls the collective, without any Python between, and it only ever all-reduces;
-    a communication hook is recognized by its bucket argument.
+    Autograd calls DDP's reducer, which calls the collective, without any Python in between; it only ever all-reduces. A
+    communication hook is recognized by its bucket argument.
     """
     if caller is None or caller.f_code is _ENGINE:
         return operation == "all_reduce"
@@ -237,8 +237,8 @@ def is_ddps(operation: str | None, caller: FrameType | None) -> bool:
 def differentiates(caller: FrameType | None) -> bool:
     """Whether a collective in a forward belongs to an autograd function, whose backward may have collectives too.
 
-    `Function.apply` has no frame of its own (from torch 2.14 on it is a builtin), so its `forward` is looked for. One
-    without a context, since its class has a `setup_context`, is recognized by its code, and taken to need a gradient.
+    `Function.apply` has no frame (since torch 2.14 it is a builtin), so this looks for the frame of a `forward`. One
+    without a context, whose class has a `setup_context`, is recognized by its code, and assumed to need a gradient.
     """
     frames = [*_callers(caller)]
     contexts = [context for frame in frames if (context := _context(frame)) is not None]
@@ -246,9 +246,9 @@ def differentiates(caller: FrameType | None) -> bool:
 
 
 def gathers_activations(caller: FrameType | None, ours: str) -> bool:
-    """Whether a gather in a forward belongs to an autograd function that takes all rows for samples.
+    """Whether a gather in a forward belongs to an autograd function that treats all rows as samples.
 
-    `SyncBatchNorm` leaves out ranks with zero rows; functions in the file `ours` leave out joined ranks.
+    `SyncBatchNorm` leaves out ranks with zero rows. Functions in the file `ours` leave out joined ranks.
     """
     knows = (_SYNC_NORM_FILE, ours)
     return differentiates(caller) and not any(frame.f_code.co_filename in knows for frame in _callers(caller))
@@ -298,9 +298,9 @@ def is_adjoint(caller: FrameType | None) -> bool:
 
 
 def in_nested_backward() -> bool:
-    """Whether this is a backward inside another one, as reentrant checkpointing runs for a part of the model.
+    """Whether the current backward is inside another one, as reentrant checkpointing runs for a part of the model.
 
-    The outer one may run in a thread of autograd, where it has no frame, while another thread waits for it.
+    The outer backward may run in a thread of autograd, where it has no frame, while another thread waits for it.
     """
     here, waiting = threading.get_ident(), False
     if all(thread.ident != here or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
@@ -309,7 +309,7 @@ def in_nested_backward() -> bool:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Iterate outwards, up to a backward that is under way."""
+    """Yield a frame and its callers, up to a running backward."""
     return itertools.takewhile(lambda each: each.f_code is not _ENGINE, _all_callers(frame))
 
 
@@ -319,7 +319,7 @@ def _all_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and the code that wants it
+_PASSES_ON = ("torch.", "deepspeed.comm", "contextlib", "functools")  # between a collective and the code that calls it
 
 
 class Origin(NamedTuple):
@@ -336,11 +336,11 @@ class Origin(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """The owner of the collective, if joined ranks cannot follow this owner's collectives.
+        """The library that issues the collective, if joined ranks cannot follow its collectives.
 
-        "fsdp", either generation; "dtensor", making one whole or combining its parts; "zero", DeepSpeed itself, not a
-        user of `deepspeed.comm` (seen in DeepSpeed 0.19.8); "averaging", a torch model averager; "checkpoint", also the
-        consolidation of a sharded optimizer's state.
+        "fsdp": either generation. "dtensor": it gathers or combines the parts of a tensor. "zero": DeepSpeed itself,
+        but not user code that calls `deepspeed.comm` (seen in DeepSpeed 0.19.8). "averaging": a torch model averager.
+        "checkpoint": also the consolidation of a sharded optimizer's state.
         """
         frame = self.caller
         file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
@@ -379,7 +379,7 @@ def _is_passed_on(frame: FrameType) -> bool:
 
 def _passes_on(frame: FrameType) -> bool:
     if frame.f_code.co_name == "__torch_dispatch__":
-        return not _is_torchs(frame)  # torch's are FSDP's and DTensor's own
+        return not _is_torchs(frame)  # torch's own are those of FSDP and DTensor
     return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == _OVERRIDES_FILE
 
 
@@ -405,16 +405,16 @@ def refuse_graphs(refuse: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_coalescing(group: dist.ProcessGroup, caller: FrameType | None) -> bool:
-    """Whether an open `_coalescing_manager` of the group, or one with a device that is about to end, launches it."""
+    """Whether a `_coalescing_manager` launches a collective: the group's open one, or one with a device, at its end."""
     is_open = any(each.group_name == group.group_name for each in distributed_c10d._world.pg_coalesce_state)
     name = "" if caller is None else caller.f_code.co_name
     return is_open or (name == "_coalescing_manager" and caller.f_locals["device"] is not None)  # type: ignore[union-attr]
 
 
 def leave_coalescing(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """End a `_coalescing_manager` of torch in which an error is raised: torch leaves it open.
+    """End torch's `_coalescing_manager` when an error is raised inside it, since torch leaves it open.
 
-    The group's next collective would then wait for ever to be launched by the manager's end.
+    The group's next collective would then wait forever for the manager's end to launch it.
     """
     open_groups = distributed_c10d._world.pg_coalesce_state
     for each in [each for each in open_groups if each.group_name == group.group_name]:

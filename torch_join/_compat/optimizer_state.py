@@ -1,6 +1,6 @@
-"""The private names of torch that the handover touches (seen in torch 2.13.0).
+"""The private names of torch that the handover uses (seen in torch 2.13.0).
 
-`tests/core/_handover/test_handover.py` notices when one of them goes.
+`tests/core/_handover/test_handover.py` fails when one of them is gone.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def scale_device(scaler: GradScaler) -> str | None:
-    """Return the kind of device of the scale of `scaler`; it makes the tensors when first used."""
+    """Return the type of device of the scale of `scaler`; `None` before its first use, which creates the tensors."""
     scale = getattr(scaler, "_scale", None)  # a disabled scaler lacks it
     return None if scale is None else scale.device.type
 

@@ -1,4 +1,4 @@
-"""Ray Train's private names: the object through which its functions go in a worker. Seen in ray 2.60.0 (Train V2)."""
+"""Ray Train's private names: the object whose methods its functions call in a worker. Seen in ray 2.60.0 (Train V2)."""
 
 import sys
 from functools import cache

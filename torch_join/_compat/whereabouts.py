@@ -1,8 +1,8 @@
-"""Every private name of torch that tells where a rank's code is, and in which collective (seen in torch 2.13.0).
+"""Finds out where a rank's code is, and in which collective, by private names of torch (seen in torch 2.13.0).
 
-`tests/core/_control/test_deadlock.py` notices when one of them goes. The source is torch's flight recorder: its entries
-for a group have numbers that all members share, without point-to-point messages, and say whether they are done. Without
-it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not record gloo) none of that is known.
+`tests/core/_control/test_deadlock.py` fails when one of them is gone. The source is torch's flight recorder. It numbers
+the collectives of a group alike on all members, does not count point-to-point messages, and records whether a
+collective is done. Without it (`TORCH_FR_BUFFER_SIZE=0`, or a torch that does not record gloo) none of that is known.
 """
 
 import os
@@ -55,8 +55,8 @@ class Issued(NamedTuple):
     """A rank's collectives.
 
     Attributes:
-        last: By the name of a group and of a backend, each of which has its own numbers ("0:gloo"): the names of the
-            last few, by number.
+        last: By group and backend ("0:gloo"), each of which has its own numbers: the names of the last few collectives,
+            by number.
         pending: The last one that a thread has issued, if it is not done: its key in `last`, its number and its name.
     """
 
@@ -65,7 +65,7 @@ class Issued(NamedTuple):
 
 
 def place_of(thread: int, native: int) -> Place:
-    """Return where a thread is, by both of its numbers; it keeps running meanwhile."""
+    """Return where a thread is, given its Python identifier and its native one; the thread keeps running."""
     frame = inner = _frames().get(thread)
     while inner is not None and (inner.f_code.co_filename == _LOGGER_FILE or _module(inner).startswith(_WRAPS)):
         inner = inner.f_back
@@ -122,7 +122,7 @@ def sequence_numbers() -> dict[str, int]:
 
 
 def issued(thread: int) -> Issued:
-    """Return the recorder's contents. A full one takes 0.1 s, and the interpreter's lock.
+    """Return the recorder's contents. A full one takes 0.1 s, during which the interpreter's lock is held.
 
     Args:
         thread: The thread whose last collective may be pending; it does not wait for those of other threads.
