@@ -1,4 +1,4 @@
-"""One check: each rank acts, with a deadline, and rank 0 judges; they exchange JSON in the job's store."""
+"""One check: each rank acts within a deadline, and rank 0 judges. The ranks exchange JSON in the job's store."""
 
 import faulthandler
 import json
@@ -42,10 +42,10 @@ class Job:
 
     @classmethod
     def of_environment(cls) -> "Job | None":
-        """Return the job in torchrun's variables, if they are set.
+        """Return the job that torchrun's variables describe, if they are set.
 
         Raises:
-            ValueError: They are not numbers, or not a rank of that world size.
+            ValueError: They are not numbers, or the rank is not one of that world size.
         """
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
@@ -56,7 +56,7 @@ class Job:
         return cls(rank, world_size, *local)
 
     def collect(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Send all ranks a value; return the values sent under this name, by rank, of those that arrive in time."""
+        """Send a value to all ranks; return, by rank, the values of this name that arrive in time."""
         store, keys = self.store, [f"{name}/{rank}" for rank in range(self.world_size)]
         assert store is not None
         store.set(keys[self.rank], json.dumps(value))
@@ -88,7 +88,7 @@ class Check:
     def run(self, job: Job) -> Finding:
         """Return the finding of all ranks; all of them call this.
 
-        A rank that is still not done when rank 0 has reported it, or that is rank 0, prints its stack and exits.
+        A rank that is not done some seconds after the deadline prints its stack and exits; rank 0 has then reported it.
         """
         deadline = time.monotonic() + self.seconds
         faulthandler.dump_traceback_later(self.seconds + (5 if job.rank else 2) * _GRACE, exit=True)

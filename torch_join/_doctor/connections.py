@@ -97,7 +97,7 @@ def _choose_device(job: Job) -> int:
     kind = torch.accelerator.current_accelerator() if there else None  # without any, older torch (2.6) raises
     if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
         kind, there = None, 0
-    # The only visible one, by a name that is unique over all hosts.
+    # The name of the only visible one, which is unique over all hosts.
     only = getattr(torch.cuda.get_device_properties(0), "uuid", "") if there == 1 and torch.cuda.is_available() else ""
     offer = [kind.type if kind else "cpu", there >= job.local_world_size, str(only)]
     offers = job.collect("devices", offer, TIMEOUT.total_seconds())

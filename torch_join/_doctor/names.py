@@ -1,6 +1,6 @@
 """Checks that the installed frameworks have the private names that this package relies on.
 
-Each compat module checks its own names as it is imported.
+Each compat module checks its own names on import.
 """
 
 import importlib

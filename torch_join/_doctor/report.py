@@ -15,10 +15,10 @@ class Finding:
     Attributes:
         name: The name of the check.
         verdict: Its verdict.
-        text: A sentence or a few.
-        remedy: What to do, unless it is ok.
+        text: One or a few sentences.
+        remedy: What to do, unless the verdict is ok.
         data: Numbers and names, for programs.
-        is_broken: Whether some rank did not complete the check: checks that need it are not run.
+        is_broken: Whether some rank did not complete the check. Checks that need it are then not run.
     """
 
     name: str

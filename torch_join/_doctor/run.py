@@ -1,4 +1,4 @@
-"""The checks in order, and the ranks that run them: those of a job, or three that torchrun starts for it."""
+"""Runs the checks in order, on the ranks of a job, or on three ranks that torchrun starts for it."""
 
 import contextlib
 import faulthandler
@@ -26,12 +26,12 @@ CHECKS = [
 ]
 _RANKS = 3
 _END_SECONDS = 5.0  # how long ranks wait for each other at the end
-_AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # set for ranks that `_launch` starts: the job around it that was not checked
-_SAID = 3  # these ranks' exit code if a check has failed and rank 0 has printed it: Python itself uses 1
+_AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # set for ranks that `_launch` starts, to the job around it, which is not checked
+_SAID = 3  # exit code of these ranks if a check has failed and rank 0 has printed that; Python itself uses 1
 
 
 def examine(is_json: bool) -> int:
-    """Run all checks as a rank of the present job, or of one that this starts; return the exit code."""
+    """Run all checks as a rank of the current job, or of a job started here; return the exit code."""
     try:
         job = Job.of_environment()
     except ValueError as error:

@@ -24,7 +24,7 @@ _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # float32 for devices wit
 
 
 def train_unevenly(job: Job) -> dict[str, Any]:
-    """Train on uneven batches; return the largest difference of a parameter from a single process's."""
+    """Train on uneven batches; return the largest difference between a parameter and that of a single process."""
     dtype = torch.float32 if job.device.type == "mps" else torch.float64
     network = _network(7, 5).to(job.device, dtype)
     reference = copy.deepcopy(network).cpu()
@@ -44,7 +44,7 @@ def train_unevenly(job: Job) -> dict[str, Any]:
 
 
 def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]]) -> None:
-    """Train as the ranks do together: each step has the sum of the active ranks' gradients, over the world size."""
+    """Train as the ranks do together: each step uses the sum of the active ranks' gradients over the world size."""
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     for step in range(max(map(len, batches))):
         optimizer.zero_grad()

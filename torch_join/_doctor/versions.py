@@ -27,7 +27,7 @@ def find_versions(_: Job) -> dict[str, str]:
 
 
 def judge_versions(ranks: Sequence[Mapping[str, str]]) -> Finding:
-    """Report the standing of each version, and differences between ranks."""
+    """Report how each version compares with the tested ones, and differences between ranks."""
     texts, remedies, standings = [], [], {}
     for name in dict.fromkeys(name for each in ranks for name in each):
         versions = sorted({each.get(name, "none") for each in ranks})

@@ -1,4 +1,4 @@
-"""Loops that a framework drives: every rank runs every step, with or without a batch, and serves to the step's end.
+"""Loops that a framework drives: every rank runs every step, and serves until its end if it has no batch.
 
-Begin with: `base.py`, then `lockstep_join.py`.
+Start with `base.py`, then `lockstep_join.py`.
 """

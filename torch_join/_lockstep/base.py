@@ -37,18 +37,18 @@ class Lockstep:
     optimizer and schedulers. So all ranks are identical after every step. Subclasses define the model's step.
 
     Args:
-        driver: The driver of its participants: the active ranks' actions in a step, which joined ranks mirror.
+        driver: Drives the participants, by which joined ranks mirror the active ranks' actions in a step.
         make_model: Makes the model's participant; called with the driver and an index.
-        joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides the model's; their
-            main hooks run on a joined rank when the active ranks notify of them.
+        joinables: `torch.distributed.algorithms.Joinable`s whose collectives the step issues besides the model's. Their
+            main hooks run on a joined rank when the active ranks announce these collectives.
         unsynced: Models with buffers that no wrapper synchronizes.
 
     Attributes:
-        keeps_buffers: Whether each rank keeps its own buffers for now.
+        keeps_buffers: Whether each rank currently keeps its own buffers.
         plan: Plans which rank trains on which batch, in an epoch with rebalanced batches.
         remarks: Writes log messages about the epoch.
         no_loss: Whether this rank has a batch but no loss that depends on the model.
-        no_output: Whether its step has returned nothing at all.
+        no_output: Whether this rank's step has returned nothing at all.
         follows_backward: Whether joined ranks take part in each collective of the current computation's backward.
 
     Raises:
@@ -86,10 +86,10 @@ class Lockstep:
         self._gone_to = -1  # the last step that was read ahead
         self._states = CatchUp(driver)
 
-    runs_placeholders = False  # on a joined rank, if the model's step needs all ranks
+    runs_placeholders = False  # whether joined ranks run the step on placeholders, since it needs all ranks
 
     def note_gather(self) -> None:
-        """Note that the current computation has a gather through which gradients flow."""
+        """Record that the current computation has a gather through which gradients flow."""
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Lockstep:
 
     @property
     def in_tail(self) -> bool:
-        """Whether some rank has no batch at the current step while another has one."""
+        """Whether some ranks have finished and others are active at the current step."""
         return 0 < len(self._present.active_ranks) < self.channel.world_size
 
     @property
@@ -128,7 +128,7 @@ class Lockstep:
             count: The count of the first batch, 0 without one.
             value: Any value to share with the other ranks.
             optimizers: The optimizers that the framework steps in this epoch.
-            others: Other objects with a state that a step may change: LR schedulers.
+            others: Other objects whose state a step may change: LR schedulers.
 
         Returns:
             Every rank's `value`.
@@ -160,7 +160,7 @@ class Lockstep:
 
         Args:
             source: This rank's batches.
-            length: Their number from here on, as far as known.
+            length: The number of its remaining batches, as far as known.
             **options: Options of `Rebalancing.begin`.
 
         Raises:
@@ -173,22 +173,22 @@ class Lockstep:
 
     @property
     def share(self) -> Share | None:
-        """Whose batch this rank trains on at the current step."""
+        """The batch that this rank trains on at the current step, and its owner."""
         return self._ranks.share
 
     def arrive(self, end: int | None, count: float, notice: dict[str, Any] | None = None, waits: bool = True) -> bool:
-        """Move to the next step, and send what the other ranks need to know of it; all ranks call this.
+        """Move to the next step, and send the other ranks this rank's message about it; all ranks call this.
 
         Args:
-            end: This rank's number of batches, if it has only now become known. It must be announced one step ahead: at
-                the latest when the next step is the rank's last.
+            end: This rank's number of batches, if it has just become known. It must be announced at the latest when the
+                next step is the rank's last.
             count: The count of the next step's batch, 0 without one.
             notice: Anything else to send to the other ranks, as a JSON object.
-            waits: Whether all ranks wait here for each other's messages; the same on all.
+            waits: Whether all ranks wait here for each other's messages; must be equal on all ranks.
 
         Returns:
-            Whether they have waited: even if `waits` is false they do at the edge of a tail, and inside. If all have a
-                batch in this step and in the next one, the messages are received when they are needed.
+            Whether they have waited. At the edge of a tail and inside it they do, even if `waits` is false. If all have
+                a batch in this step and in the next one, the messages are received when they are needed.
         """
         if end is not None:
             notice = {"end": end, **(notice or {})}
@@ -200,7 +200,7 @@ class Lockstep:
         return self._ranks.has_met
 
     def meet(self) -> dict[int, dict[str, Any]]:
-        """Receive all ranks' messages about the current step, unless this rank has them.
+        """Receive all ranks' messages about the current step, unless this rank has them already.
 
         Returns:
             The notices of the ranks that sent one.
@@ -213,7 +213,7 @@ class Lockstep:
         self._gone_to += 1
 
     def skip(self, skips: bool) -> list[int]:
-        """Leave the epoch at the current step, if `skips`, although there is a batch; all ranks meet.
+        """If `skips`, leave the epoch at the current step although this rank has a batch; all ranks meet.
 
         Returns:
             The ranks that leave.
@@ -229,7 +229,7 @@ class Lockstep:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether this rank's batch counts 0: the gradient of its mean, times the factor 0, may then be NaN."""
+        """Whether this rank's batch counts 0. The gradient of its mean loss, times the factor 0, may then be NaN."""
         return self.driver.members.count is not None and not self.joined and self._present.counted == 0
 
     @property
@@ -252,20 +252,20 @@ class Lockstep:
         self._buffers.end()
 
     def note_end(self) -> None:
-        """Log what the epoch has cost, if it was uneven; all steps that were read are over."""
+        """Log the cost of the epoch, if it was uneven; called after the last of the steps that were read."""
         self.remarks.end(self._ranks.step + self._gone_to + 1)
 
     def catch_up(self) -> None:
-        """Take over other changes than gradients from the steps of a tail, before they are read; all ranks call this.
+        """Copy the changes besides gradients of a tail to joined ranks, before they are read; all ranks call this.
 
         Raises:
-            JoinError: The optimizers' hyperparameters differ on ranks that had the same steps.
+            JoinError: The optimizers' hyperparameters differ on ranks that ran the same steps.
         """
         if self._states.lacks:
             self.sync_buffers()
             self._states.take()
 
-    # ------------------------------------------------------------ the model's part, whose collectives are followed
+    # ------------------------------------------------------------ the model's part, whose collectives are mirrored
 
     _device: torch.device
     _module: nn.Module
@@ -277,27 +277,27 @@ class Lockstep:
 
     @property
     def _forwards_alone(self) -> bool:
-        """Whether a forward needs no other rank. Otherwise it could wait for a failed rank without ever noticing."""
+        """Whether a forward needs no other rank. If it does, it could wait for a failed rank without noticing."""
         return False
 
     def _known(self) -> list[int] | None:
-        """Return what the other ranks' models must know at the start of an epoch."""
+        """Return data of this rank that the models on other ranks need at the start of an epoch."""
         return None
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
-        """Take over what the ranks know."""
+        """Use the data that `_known` has returned on each rank."""
 
     def active_step(self) -> AbstractContextManager[None]:
-        """Put around an active rank's forward and anything else that its step does before backward."""
+        """Wrap an active rank's forward, and everything else that its step does before the backward."""
         self._has_trained = True
         return self.driver.step(self.active_ranks) if self.in_tail else nullcontext()
 
     def before_forward(self) -> AbstractContextManager[None]:
-        """Put around the part of an active rank's step before its forward, in the tail."""
+        """Wrap the part of an active rank's step before its forward, in the tail."""
         return nullcontext()
 
     def shadow_forward(self) -> Tensor:
-        """Run a joined rank's counterpart of a forward, and serve until the active ranks are done with theirs.
+        """Run a joined rank's counterpart of a forward; serve until the active ranks have finished theirs.
 
         Returns:
             A scalar zero, whose backward takes part in that of the active ranks.
@@ -309,7 +309,7 @@ class Lockstep:
         self.driver.follow(self.active_ranks)
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        """Run the backward of a step, real or not.
+        """Run the backward of a step, on an active or a joined rank.
 
         Returns:
             `False` if it is known that no rank has a loss.
@@ -317,19 +317,19 @@ class Lockstep:
         raise NotImplementedError
 
     def in_engine(self) -> AbstractContextManager[None]:
-        """Put around autograd's part of a backward, without the hooks before and after it, which all ranks run."""
+        """Wrap autograd's part of a backward, without the hooks before and after it, which all ranks run."""
         return self.driver.serving_backward(self.active_ranks) if self.in_tail and not self.joined else nullcontext()
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Put around forward and backward of every step, shadow or not."""
+        """Wrap the forward and backward of every step, on active and on joined ranks."""
         with self._giving_buffers():
             yield
         self._sync_norms(self._module)
 
     @contextmanager
     def _giving_buffers(self) -> Iterator[None]:
-        """Put around a step: afterwards joined ranks have the buffers that the model itself keeps equal."""
+        """Wrap a step; at its end, send joined ranks the buffers that the model itself keeps equal."""
         if self.in_tail:
             self._note_step()
             self._states.begin_step(self.active_ranks)
@@ -344,22 +344,22 @@ class Lockstep:
         self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._gone_to))
 
     def _sync_norms(self, model: nn.Module) -> None:
-        """Give joined ranks the buffers of SyncBatchNorm after a step."""
+        """Send joined ranks the buffers of SyncBatchNorm after a step."""
         if self.in_tail:
             sync_norms(model, self.active_ranks[0], self.driver.members.group)
 
     def loss_step(self) -> AbstractContextManager[None]:
-        """Put around an active rank's forward whose output is the step's loss."""
+        """Wrap an active rank's forward whose output is the step's loss."""
         return nullcontext()
 
     def sync_buffers(self) -> None:
-        """Give all ranks the model's newest buffers, unless each rank keeps its own; all ranks call it."""
+        """Copy the model's newest buffers to all ranks, unless each rank keeps its own; all ranks call this."""
 
     def check_unfrozen(self, advice: str) -> None:
         """Raise if a parameter has been trained without the other ranks' gradients; `advice` says where to unfreeze it.
 
         Raises:
-            UnsupportedError: One has.
+            UnsupportedError: There is such a parameter.
         """
         if names := self.unfrozen(self._stepped):
             raise UnsupportedError(
@@ -370,7 +370,7 @@ class Lockstep:
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
         """Return the names of the trained parameters that the wrapped model does not average.
 
-        These were frozen when it was wrapped, or were added since and are stepped by one of the optimizers, as copies
-        are not.
+        These were frozen when the model was wrapped, or were added since and are stepped by one of the optimizers;
+        copies of parameters are not.
         """
         return []

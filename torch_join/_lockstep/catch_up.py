@@ -1,9 +1,9 @@
-"""A step's changes besides gradients, in a loop in lockstep, and how joined ranks take them over.
+"""Copies changes besides gradients from active to joined ranks, in a lockstep loop.
 
-A joined rank steps its own optimizers and schedulers, but does not run user code in a step, where a teacher may follow
-the model, weights be clamped, a rate be set, or an optimizer's state be cleared. So before these may be read (in a
-validation or checkpoint, and at an epoch's end) all ranks compare digests of their states, and take differing ones from
-the lowest rank that had the last step. A warning names objects without a state to take.
+A joined rank steps its own optimizers and schedulers, but does not run user code in a step. That code may update a
+teacher, clamp weights, set a learning rate, or clear an optimizer's state. So before a validation or a checkpoint, and
+at an epoch's end, all ranks compare digests of their states. States that differ are copied from the lowest rank that
+was active in the last step. A warning lists changed objects without a state to copy.
 """
 
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ class CatchUp:
         self.begin(())
 
     def begin(self, objects: Sequence[Any]) -> None:
-        """Start an epoch in which these are trained: models, optimizers, LR schedulers."""
+        """Start an epoch that trains these objects: models, optimizers, LR schedulers."""
         self._objects = [*{id(thing): thing for thing in objects}.values()]  # each once
-        self._source: int | None = None  # the lowest rank that had the last step of a tail
+        self._source: int | None = None  # the lowest rank that was active in the last step of a tail
 
     @property
     def lacks(self) -> bool:
-        """Whether there was a tail since `take`: a rank may lack something."""
+        """Whether there was a tail since the last `take`, so that a rank may lack changes."""
         return self._source is not None
 
     @torch.inference_mode(False)
     def begin_step(self, active: tuple[int, ...]) -> None:
-        """Start a step that only the `active` ranks have; all ranks call this.
+        """Start a step in which only these ranks are active; all ranks call this.
 
         Raises:
-            JoinError: The hyperparameters of their optimizers differ already.
+            JoinError: The hyperparameters of the ranks' optimizers differ already.
         """
         if self._source is None:
             everyone = self._channel.gather(hyperparameters(self._objects), of=Hyperparameters)
@@ -64,13 +64,13 @@ class CatchUp:
 
     @torch.inference_mode(False)
     def take(self, in_step: bool = False) -> None:
-        """Take over the states that this rank lacks; all ranks call this, after a tail.
+        """Copy the states that joined ranks lack; all ranks call this, after a tail.
 
         Args:
-            in_step: Whether the step continues: buffers are not synchronized by the wrapper yet, and nothing warns.
+            in_step: Whether the step continues. Buffers, yet to be synced, are then not copied, and nothing warns.
 
         Raises:
-            JoinError: The hyperparameters differ on ranks that had the same steps.
+            JoinError: The hyperparameters differ on ranks that ran the same steps.
         """
         source = self._source
         assert source is not None
@@ -85,7 +85,7 @@ class CatchUp:
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)
-            if differ:  # the same on all ranks; if `lacking` is not, this raises
+            if differ:  # it is equal on all ranks; if `lacking` is not, this raises
                 hand_over(lacking, source, self._channel, self._group, local)
             if not in_step:
                 self._source = None

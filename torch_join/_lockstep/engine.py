@@ -34,10 +34,10 @@ class LockstepEngineParticipant(EngineParticipant):
 
 
 class EngineLockstepJoin(Lockstep):
-    """A `DeepSpeedEngine` in a loop in lockstep.
+    """A `DeepSpeedEngine` in a lockstep loop.
 
-    A joined rank replays the engine's events of a step with zeros for gradients, twice: in place of the forward, and
-    inside its loss's backward. Then it runs the epilogue and `engine.step()` itself, like all ranks.
+    A joined rank replays the engine's events of a step with zero gradients, twice: in place of the forward, and inside
+    its loss's backward. Then it runs the epilogue and `engine.step()` itself, like all ranks.
 
     Args:
         driver: See `Lockstep`.

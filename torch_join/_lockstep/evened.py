@@ -1,7 +1,7 @@
-"""The interface for a framework that iterates a loader itself: each rank has as many steps as the longest one.
+"""For a framework that iterates a loader itself: each rank has as many steps as the longest rank has batches.
 
-The framework takes all numbers from the loader's length, and may read several steps ahead. When it comes to run a step
-that it has read, it finds out which ranks have a batch in it:
+The framework plans by the loader's length, and may read several steps ahead. When it runs a step that it has read,
+`take` returns which ranks have a batch in it:
 
     loader = EvenedLoader(own_loader, empty)
     evened = Evened(driver, device, begin, join.finish)  # `begin` calls `join.begin`
@@ -35,29 +35,29 @@ from torch_join._tail.reader import Reader
 
 _END = object()
 _Steps = Generator[tuple[Any, ReadStep], None, None]
-# Sent by a rank as it starts a loader: whether it has a batch; the certain number of batches, if any; whether it has
-# had none so far.
+# A rank's message when it starts a loader: whether it has a batch; its certain number of batches, if any; and whether
+# it has never had a batch so far.
 Beginning = tuple[bool, int | None, bool]
 
 
 class EvenedLoader:
-    """This rank's loader, with what is known about those of the other ranks.
+    """This rank's loader, with the lengths of the other ranks' loaders.
 
     Its length is this rank's own until the ranks have exchanged theirs: asking for it never communicates. A framework
-    that reads its loader in its own way derives a class.
+    that reads its loader in its own way makes a subclass.
 
     Args:
-        loader: This rank's own.
-        empty: Returns an empty batch of the same kind as another one, for steps in which this rank has none.
+        loader: This rank's own loader.
+        empty: Returns an empty batch of the same kind as a given one, for steps after this rank has finished.
         trains: Whether its batches are trained on.
-        rebalances: Whether ranks give batches to each other.
-        keeps: Whether a finished rank needs a whole batch: its own last one, or another rank's.
+        rebalances: Whether ranks send batches to each other.
+        keeps: Whether a finished rank needs a whole batch: its own last batch, or another rank's.
 
     Attributes:
         kept: That batch; `None` before this rank has one.
-        lengths: By rank, the length of its loader, `None` without a length; empty until that is known.
-        stand_in: The batch for steps without one; `None` before this rank has had one, or another rank's kind.
-        is_last_step: Whether no rank has a batch after the last one yielded.
+        lengths: By rank, the length of its loader (`None` if it has none); empty until the ranks have exchanged these.
+        stand_in: The batch for steps after this rank has finished; `None` until it has had, or received, a batch.
+        is_last_step: Whether no rank has a batch after the last step yielded.
     """
 
     framework = "The framework"  # for messages
@@ -97,7 +97,7 @@ class EvenedLoader:
         return Reader(self.loader)
 
     def around(self) -> AbstractContextManager[object]:
-        """Put around all steps, when the first one is read."""
+        """Wrap all steps, from the moment when the first one is read."""
         return nullcontext()
 
     def moved(self, batch: Any, device: torch.device | str) -> Any:
@@ -129,15 +129,15 @@ class Evened:
         self._begin_loop, self._finish_loop = begin, finish
         self._count: Count | None = None  # returns the count of a batch, if batches are counted
         self.loader: EvenedLoader | None = None
-        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # batches read, and who has one in the same step
+        self._ahead: deque[tuple[Any, ReadStep]] = deque()  # batches read, and the ranks with one in the same step
         self._current: Generator[Any, None, None] | None = None
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
-        """Yield this rank's batches, and then stand-ins for as long as other ranks have some.
+        """Yield this rank's batches, and then stand-ins for as long as other ranks have batches.
 
         Raises:
             EarlyTerminationError: On all ranks, if they are to throw and some rank runs out of batches before others.
-            JoinError: The loader has another number of batches than its certain one.
+            JoinError: The loader's number of batches is not its certain length.
         """
         self.leave()
         self._current = current = self._go_through(loader)
@@ -150,7 +150,7 @@ class Evened:
             current.close()
 
     def take(self, batch: Any) -> ReadStep | None:
-        """Return who has a batch in the step of a yielded batch, taken in order; `None` if it was not yielded."""
+        """Return which ranks have a batch in a yielded batch's step; `None` if it was not yielded. Call it in order."""
         while self._ahead:
             given, step = self._ahead.popleft()
             if given is batch:
@@ -192,7 +192,7 @@ class Evened:
         certain, plan = reader.certain_length(), None
         throws = loader.trains and self._driver.options.throw_on_early_termination
         if loader.rebalances and rebalancing.enabled:
-            rebalancing.current = None  # the last loop's: not every reader starts a plan
+            rebalancing.current = None  # that of the last loop, since not every reader starts a plan
             reader = reader.rebalanced(partial(self._plan, loader.length))
             plan = rebalancing.current
         batch, counted = self._take(reader, plan)
@@ -223,7 +223,7 @@ class Evened:
             batch, counted = self._take(reader) if batch is not _END else (_END, 0.0)
 
     def _take(self, reader: Reader[Any], plan: Rebalancer | None = None) -> tuple[Any, float]:
-        """Return this rank's next batch, if any, and its count, unless the plan counts it."""
+        """Return this rank's next batch, if any, and its count, which is 0 if the plan counts it."""
         if not reader.has_next():
             return _END, 0.0
         counted = 0.0 if self._count is None or plan is not None else float(reader.count(self._count))
@@ -257,7 +257,7 @@ class Evened:
         lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
         source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
         if lacking and source is not None:
-            # They only need the kind of a batch, except for placeholders.
+            # These ranks need only an empty batch of the same kind, except for placeholders.
             mine = None
             if self._channel.rank == source:
                 mine = loader.moved(batch if loader.keeps else loader.empty(batch), "cpu")
@@ -283,7 +283,7 @@ class _Lengths:
         self._steps = 0
 
     def note(self, step: ReadStep) -> None:
-        """Note a step that was read."""
+        """Record a step that was read."""
         self._steps += 1
         for rank in step.active_ranks if self._lengths else ():
             self._yielded[rank] += 1
@@ -316,7 +316,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def broadcast(value: Any, source: int, device: torch.device) -> Any:
-    """Return the value on rank `source`, on all ranks; it is pickled."""
+    """Return, on all ranks, the value on rank `source`, which is pickled."""
     values = [value]
     dist.broadcast_object_list(values, source, device=device)
     return values[0]

@@ -29,7 +29,7 @@ _GRADIENTS = 1 << 32  # one addition counts the ranks without a loss, and those 
 
 
 class LockstepJoin(Lockstep):
-    """A `DistributedDataParallel` model in such a loop.
+    """A `DistributedDataParallel` model in a lockstep loop.
 
     A joined rank takes part in the backward all-reduce with zero gradients and receives the average.
 
@@ -48,7 +48,7 @@ class LockstepJoin(Lockstep):
         make = partial(LockstepModelParticipant, shadow=model)
         super().__init__(driver, make, joinables, unsynced_models([model.ddp]))
         self._in_pieces = False  # whether this rank follows this step's backward piece by piece
-        self._has_gathered = False  # with gradients, in this step
+        self._has_gathered = False  # whether this step had a gather through which gradients flow
         self._shadow = self._model.shadow  # used often in a step
         self._begin_sync: Callable[[Tensor], None] = lambda _: None  # called in the middle of a backward
         self._enter_model: Callable[[], None] = lambda: None  # ends the wrapper's part before the model
@@ -78,11 +78,11 @@ class LockstepJoin(Lockstep):
     def _around_step(self) -> Iterator[None]:
         with self._shadow.step(shadow=self.joined), self._giving_buffers():
             yield
-        # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward, so it must
-        # always have the newest. (Between forward and backward this would disturb autograd.)
+        # Rank 0 writes checkpoints, and DDP broadcasts its buffers before each forward, so it must always have the
+        # newest ones. (A broadcast between forward and backward would disturb autograd.)
         has_news, self._model.has_news = self._model.has_news, False
         if (has_news or 0 not in self.active_ranks) and not self.keeps_buffers:
-            # In the middle of an accumulation, an active rank keeps its own, as in DDP.
+            # In the middle of an accumulation, an active rank keeps its own buffers, as in DDP.
             own = not self.joined and not self._shadow.ddp.require_forward_param_sync
             self._shadow.sync_buffers(self.active_ranks[0], keeps=own)
         if not self._shadow.ddp.broadcast_buffers:
@@ -98,7 +98,7 @@ class LockstepJoin(Lockstep):
     @contextmanager
     def _active_step(self) -> Iterator[None]:
         with ExitStack() as plumbing, self.driver.step(self.active_ranks):
-            # Until the inner module runs, the collectives are DDP's own, which a shadow's forward has too.
+            # Until the inner module runs, the collectives are DDP's own, which a shadow's forward issues too.
             plumbing.enter_context(self.driver.tail_log.own_collectives())
             self._enter_model = plumbing.close
             inside = self._shadow.inner.register_forward_pre_hook(lambda *_: plumbing.close())
@@ -132,9 +132,9 @@ class LockstepJoin(Lockstep):
             self.driver.follow(self.active_ranks)
 
     def run_inside(self, run: Callable[[], Any]) -> Any:
-        """Run code that computes an active rank's loss in the model's place in its wrapper's forward.
+        """Run code that computes an active rank's loss, in place of the inner model in its wrapper's forward.
 
-        So its collectives come after those of the wrapper, as on joined ranks.
+        The code's collectives then come after those of the wrapper, as on joined ranks.
 
         Args:
             run: Returns the loss. It may call the inner module any number of times.
@@ -153,10 +153,10 @@ class LockstepJoin(Lockstep):
 
     @contextmanager
     def loss_step(self, run: Callable[..., Any] | None = None) -> Iterator[None]:
-        """Put around an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
+        """Wrap an active rank's forward, if its output is the step's loss, a dictionary with it, or `None`.
 
-        `None` is replaced by a scalar zero, as from `shadow_forward`, if the other ranks need this one in backward.
-        Then `no_loss` is true. Such a zero is added to a loss that does not lead to the model.
+        `None` is replaced by a scalar zero, as from `shadow_forward`, if the other ranks need this rank in the
+        backward. Such a zero is also added to a loss that does not depend on the model. Then `no_loss` is true.
 
         Args:
             run: See `ModelShadow.completing`.
@@ -203,24 +203,24 @@ class LockstepJoin(Lockstep):
         zero = _with_gradient(self._shadow.no_loss_output())
         if output is None:
             return zero
-        # Its backward may run some of the model's backwards, each for a part of the batch (GradCache). DDP must take
-        # these for accumulation: it is prepared after them, and not at the end of the wrapper's forward.
+        # The loss's backward may run some of the model's backwards, each for a part of the batch (GradCache). DDP must
+        # treat these as accumulation, so it is prepared after them, and not at the end of the wrapper's forward.
         self._shadow.ddp.require_backward_grad_sync = False
         loss = own_first(loss, lambda: self._begin_sync(zero), zero)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def backward(self, backward: Callable[[], None]) -> bool:
-        """Run the backward of a step, real or not; if no rank contributes to the gradients, they stay cleared.
+        """Run the backward of a step, on an active or a joined rank; if no rank has gradients, they stay cleared.
 
-        A rank with a batch but no loss goes through it like one without a batch, since the others need it there. If no
-        rank has a loss, nor any accumulated gradient, the average of nothing would be zero: a gradient that momentum
-        and weight decay act upon, while a single process has none. So ranks without a loss count themselves before
-        their backward; those without a batch only if the lowest active rank has reported that it has no loss. No rank
-        gets through the collectives before all have come to them, so the count is complete afterwards. Ranks with a
-        loss do nothing.
+        An active rank without a loss runs it like a joined rank, since the other ranks need it there. If no rank has a
+        loss or accumulated gradients, the averaged gradients would be zero, and momentum and weight decay would act on
+        them, while a single process would have none. So ranks without a loss count themselves before their backward.
+        Joined ranks do so only if the lowest active rank has reported that it has no loss. No rank completes the
+        collectives before all ranks have come to them, so the count is complete afterwards. Ranks with a loss do
+        nothing.
 
         Returns:
-            `False` if it is known that no rank has a loss; unknown without a sync.
+            `False` if it is known that no rank has a loss, which is unknown without a sync.
         """
         has_loss = self._run_backward(backward)
         if self._syncs and self.in_tail and any(map(is_sharded, self._stepped)):
@@ -236,7 +236,7 @@ class LockstepJoin(Lockstep):
             self._shadow.accumulated = not self._syncs
             return True
         parameters = self._shadow.parameters
-        # If the lowest active rank has reported a loss, no joined rank need ask.
+        # If the lowest active rank has reported a loss, no joined rank needs to count.
         counts = self._syncs and not (self.joined and self.driver.has_loss)
         count = f"lossless/{self.driver.synced_backwards}"
 
@@ -246,12 +246,12 @@ class LockstepJoin(Lockstep):
 
         if self.joined and self._in_pieces:
             say()
-            self._listening_to(backward)  # it follows
+            self._listening_to(backward)  # this follows the active ranks
         elif not (self.joined or self.no_output):
             counts = self._run_own(backward, say) and counts
         else:
             say()
-            self._shadow.backward(partial(self._listening_to, backward))  # the framework's, with its hooks
+            self._shadow.backward(partial(self._listening_to, backward))  # the framework's backward, with its hooks
         if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type, self._watch)
@@ -261,11 +261,11 @@ class LockstepJoin(Lockstep):
         return total % _GRADIENTS < everyone
 
     def _run_own(self, backward: Callable[[], None], say: Callable[[], None]) -> bool:
-        """Run the backward of a loss that does not lead to the model; return whether the model got no gradient from it.
+        """Run the backward of a loss that does not depend on the model; return whether the model got no gradient.
 
         Args:
-            backward: Runs it, and then that of a zero, in which DDP averages the gradients.
-            say: Called between the two, if there were none.
+            backward: Runs that backward, and then the backward of a zero, in which DDP averages the gradients.
+            say: Called between the two, if the model got no gradient.
         """
         came, watch = False, Watch(self._shadow.parameters)
 
@@ -292,7 +292,7 @@ class LockstepJoin(Lockstep):
         return not came
 
     def leaving_out(self) -> AbstractContextManager[None]:
-        """Put around the backward of a loss whose batch may count 0."""
+        """Wrap the backward of a loss whose batch may count 0."""
         return leaving_out(self._shadow.parameters) if self.counts_nothing else nullcontext()
 
     def _listening_to(self, backward: Callable[[], None]) -> None:
@@ -313,7 +313,7 @@ class LockstepJoin(Lockstep):
             yield
 
     def check_reduced(self) -> None:
-        """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call it."""
+        """Raise DDP's own error if the backward that has just ended left parameters out; all ranks call this."""
         if self._syncs:
             with self.driver.tail_log.own_collectives() if self.in_tail else nullcontext():
                 _compat.check_reduced(self._shadow.ddp, self._watch)
@@ -340,7 +340,7 @@ class LockstepJoin(Lockstep):
             self._shadow.sync_buffers(0)
 
     def use(self, model: ModelShadow) -> None:
-        """Use another shadow: the model has been wrapped anew."""
+        """Use another shadow, after the model has been wrapped again."""
         self._shadow = model
         self._model.use(model)
 

@@ -18,11 +18,11 @@ from torch_join._shadow.model_shadow import ModelShadow
 class LockstepModelParticipant(Participant):
     """A `DistributedDataParallel` model whose steps all ranks run.
 
-    Each rank knows of a forward, and a backward, from the meeting before the step, so they are not announced.
+    Every rank knows from the meeting before a step that it has a forward and a backward, so these are not announced.
 
     Attributes:
         shadow: Runs in place of the model's step.
-        has_news: Whether this step has brought buffers of another form, without contents on joined ranks.
+        has_news: Whether this step has changed the form of buffers, whose contents joined ranks lack.
         has_frozen: Whether this step has frozen or unfrozen parameters, on a joined rank.
     """
 
@@ -54,9 +54,9 @@ class LockstepModelParticipant(Participant):
 
     @contextmanager
     def telling_changes(self) -> Iterator[None]:
-        """Put around an active rank's forward.
+        """Wrap an active rank's forward, and announce its changes to joined ranks.
 
-        It announces to joined ranks changes to buffers that DDP broadcasts, and the parameters that it freezes.
+        These are changes to buffers that DDP broadcasts, and the parameters that the forward freezes.
         """
         broadcasts, frozen = _compat.broadcasts_buffers(self.shadow.ddp), self.shadow.frozen
         if broadcasts:
@@ -69,14 +69,14 @@ class LockstepModelParticipant(Participant):
             self.announce("buffers", news)
 
     def give_buffers(self) -> None:
-        """Give all ranks the buffers that the step has changed before its forward; each active rank calls this."""
+        """Copy buffers that the step has changed before its forward to all ranks; each active rank calls this."""
         self.announce("given", self.shadow.news.since(self.shadow.inner))
         with self.tail_log.own_collectives():
             self.shadow.sync_buffers(self.members.leader)
 
     @contextmanager
     def backward_in_pieces(self) -> Iterator[None]:
-        """Put around an active rank's backward that syncs, which joined ranks follow piece by piece."""
+        """Wrap an active rank's backward that syncs, which joined ranks follow piece by piece."""
         task = -1
 
         def came(place: int, _: Any) -> None:
@@ -100,7 +100,7 @@ class LockstepModelParticipant(Participant):
 
     @contextmanager
     def following_backward(self, output: Tensor) -> Iterator[None]:
-        """Put around a joined rank's answers in such a backward; `output` is the result of its forward."""
+        """Wrap a joined rank's part in such a backward; `output` is the result of its forward."""
         self._pieces.open(lambda: torch.autograd.backward(output))
         with ExitStack() as stack:
             stack.callback(self._pieces.reset)

@@ -26,7 +26,7 @@ class PlaceholderLockstep(Lockstep):
 
     Attributes:
         in_step: Whether this rank is in a step's forward.
-        scale: The factor of an active rank's loss besides its weight, if the framework itself weights.
+        scale: A further factor of an active rank's loss, for a framework that weights losses itself.
 
     Raises:
         UnsupportedError: The model is a DeepSpeed engine.

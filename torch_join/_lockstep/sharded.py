@@ -39,10 +39,10 @@ class LockstepShardedParticipant(Participant):
 
     @contextmanager
     def telling_changes(self) -> Iterator[None]:
-        """Put around an active rank's step: it announces the hyperparameters that it sets to joined ranks.
+        """Wrap an active rank's step, and announce the hyperparameters that it sets to joined ranks.
 
         Raises:
-            JoinError: It has changed shards, or their state, which joined ranks own in part.
+            JoinError: The step has changed shards, or their state, which joined ranks own in part.
         """
         options, states = hyperparameters(self.optimizers), [*map(state_of, self.optimizers)]
         self.contents.remember()
@@ -65,10 +65,10 @@ class LockstepShardedParticipant(Participant):
 
 
 class ShardedLockstepJoin(Lockstep):
-    """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded, in a loop in lockstep.
+    """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded, in a lockstep loop.
 
-    A joined rank gathers, reduces and reshards what the active ranks do, twice in a step: in place of the forward, and
-    inside its loss's backward.
+    A joined rank gathers, reduces and reshards the same units as the active ranks, twice in a step: in place of the
+    forward, and inside its loss's backward.
 
     Args:
         driver: See `Lockstep`.

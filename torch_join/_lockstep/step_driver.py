@@ -1,4 +1,4 @@
-"""Serving inside the steps of a loop that stays in lockstep."""
+"""The driver of participants inside the steps of a lockstep loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,10 +28,10 @@ def _refuse(call: Call) -> None:
 
 
 class StepDriver(Driver):
-    """The driver of loops that a framework runs: the active ranks' actions in a step, and how other ranks take part.
+    """The driver of loops that a framework runs: joined ranks mirror the active ranks' actions in a step.
 
-    In such a loop all ranks go through every step, and know who is active. So a joined rank serves one step at a time,
-    until the active ranks report that it is done.
+    In such a loop all ranks run every step, and know which ranks are active. So a joined rank serves one step at a
+    time, until the active ranks report its end.
 
     Args:
         channel: The channel between all ranks of the job.
@@ -41,9 +41,9 @@ class StepDriver(Driver):
     Attributes:
         members: Which ranks are active.
         tail_log: Where participants announce their actions, and where joined ranks mirror them.
-        has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active one has.
-        parting: Plain values that the lowest active rank's front end sends at the end of its step to the front ends of
-            joined ranks, which take them from here.
+        has_loss: Whether this rank has a loss in this step; on a joined rank, whether the lowest active rank has one.
+        parting: Plain values that the front end of the lowest active rank sends to those of joined ranks at the end of
+            its step; these find them here.
         framework: See `Remarks`.
         synced_backwards: The number of synced backwards so far, the same on all ranks.
         rebalancing: Rebalances batches, if that is enabled.
@@ -76,7 +76,7 @@ class StepDriver(Driver):
             self.add(RayParticipant)
 
     def before_forward(self, count: Callable[[], float], waits: bool = True) -> bool:
-        """Do nothing: the ranks have met."""
+        """Do nothing, since the ranks have met."""
         return True
 
     # ------------------------------------------------------------ called by the framework's loop
@@ -102,11 +102,11 @@ class StepDriver(Driver):
 
     @contextmanager
     def step(self, active: tuple[int, ...], listens: bool = True) -> Iterator[None]:
-        """Put around an active rank's part of a step; joined ranks take part in its communication.
+        """Wrap an active rank's part of a step, in whose communication joined ranks take part.
 
         Args:
             active: The ranks that have a batch.
-            listens: Whether joined ranks take part in collectives too, or only in announcements by participants.
+            listens: Whether joined ranks take part in collectives too, or only follow announcements of participants.
         """
         tail_log, members = self.tail_log, self.members
         tail_log.begin_step(active)
@@ -127,26 +127,26 @@ class StepDriver(Driver):
             tail_log.tap.remove()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Put around an active rank's backward, after a step in the tail: collectives raise, except DDP's and ours.
+        """Wrap an active rank's backward, after a step in the tail: collectives raise, except DDP's and ours.
 
-        Joined ranks have no counterpart for them. Collectives of hooks before or after it are the same on all ranks.
+        Joined ranks have no counterpart for them. Hooks before and after it issue the same collectives on all ranks.
         """
         has_joined = self.members.has_joined
         return self.tail_log.listening(CollectiveTap(_refuse, lambda rank: in_backward() and has_joined(rank)))
 
     @contextmanager
     def serving_backward(self, active: tuple[int, ...]) -> Iterator[None]:
-        """Put around autograd's part of an active rank's backward, after a step in the tail, that is a step too."""
+        """Wrap autograd's part of an active rank's backward, after a step in the tail; it is served like a step."""
         tail_log = self.tail_log
         with self.step(active, listens=False):
             tail_log.tap.install()
             yield
 
     def follow(self, active: tuple[int, ...]) -> bool:
-        """Answer, on a joined rank, the active ranks' announcements in a step, until they are done with it.
+        """Serve, on a joined rank, the active ranks in a step, until they have finished it.
 
         Returns:
-            Whether their backward is such a step too.
+            Whether their backward is served like a step, too.
         """
         self.tail_log.begin_step(active)
         backwards = self.tail_log.backwards
