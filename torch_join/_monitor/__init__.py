@@ -1,4 +1,4 @@
-"""`JoinMonitor`: what uneven inputs cost, measured and shown, the same for all front ends.
+"""`JoinMonitor` measures and shows the cost of uneven inputs, in the same way for all front ends.
 
-Begin with: `monitor.py`.
+Start with `monitor.py`.
 """

@@ -15,7 +15,7 @@ from torch_join._monitor.plot import check_can_draw, draw_timeline
 from torch_join._monitor.records import EpochRecord, RankRecord
 
 _NAME = "join-report.html"
-_SECONDS, _SHARE = 1.0, 0.01  # that writing may take, of the time since the monitor was made
+_SECONDS, _SHARE = 1.0, 0.01  # writing may take so many seconds, plus this share of the time since the monitor was made
 _Measured = tuple[bool, RankRecord]
 
 
@@ -36,11 +36,11 @@ class JoinMonitor:
     evaluation, say), if it had no batches, or if an error ended it.
 
     Each host measures seconds with its own clock, from the meeting of all ranks at the start of the loop, so the clocks
-    of different hosts need not agree. They are seconds of Python: the monitor does not wait for pending GPU work.
+    of different hosts need not agree. They are seconds of Python code: the monitor does not wait for pending GPU work.
 
     Args:
         report: The path of the page: a file that ends in `.html` or `.htm`, or a folder, in which the page is named
-            `join-report.html`. It is one file that loads no other. It is replaced after each epoch, or less often if
+            `join-report.html`. It is one file that loads no others. It is replaced after each epoch, or less often if
             writing takes more than a second plus one percent of the time; at the end, it has all epochs.
         plot: The path of a PNG file with a bar per rank, drawn with matplotlib (`pip install 'torch-join[plot]'`).
 
@@ -63,13 +63,13 @@ class JoinMonitor:
         if plot is not None:
             check_can_draw()
         self._rebalances = False
-        self._unwritten: set[Path] = set()  # that were warned of
+        self._unwritten: set[Path] = set()  # paths for which there was a warning
         self._made, self._spent = time.monotonic(), 0.0
-        self._at_exit: Finalize | None = None  # where something is yet to be written
+        self._at_exit: Finalize | None = None  # while files are yet to be written
         self.epochs: list[EpochRecord] = []
 
     def __getattr__(self, name: str) -> NoReturn:
-        # A trainer to which it was given as a callback asks for that one's hooks.
+        # A trainer that was given this monitor as a callback looks for a callback's hooks.
         kinds = "lightning_join.JoinMonitor or accelerate_join.transformers.JoinMonitor, with the same arguments"
         remedy = "" if name.startswith("_") else f". A trainer's callback is {kinds}"
         raise AttributeError(f"'JoinMonitor' object has no attribute {name!r}{remedy}")
@@ -107,7 +107,7 @@ class JoinMonitor:
             self._at_exit = Finalize(None, self.write, exitpriority=0)
 
     def write_rest(self) -> None:
-        """Write the files if that was postponed: training has ended."""
+        """Write the files if that was postponed; called when training has ended."""
         if self._at_exit is not None:
             self.write()
 
@@ -144,7 +144,7 @@ class JoinMonitor:
 
 
 def check_monitored(monitored: Sequence[bool]) -> None:
-    """Raise if only some ranks have a monitor (`monitored`, by rank): ranks exchange their measurements.
+    """Raise if only some ranks have a monitor (`monitored`, by rank), since ranks exchange their measurements.
 
     Raises:
         JoinValueError: Some ranks have a monitor, and others do not.

@@ -1,4 +1,4 @@
-"""The report: one HTML page of all epochs, which loads nothing, and draws itself from the numbers in it."""
+"""The report: one HTML page of all epochs, which loads nothing else, and draws itself from the numbers in it."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch_join._monitor.records import EpochRecord, RankRecord
 
-# So that a page of a long job has less than a megabyte.
-_MOST_ROWS = 128  # of ranks; with more, each row is the mean of as many neighbours as it takes
-_MOST_EPOCHS = 200  # in the timeline, and to choose from: the newest ones
-_MOST_CELLS = 6000  # of one row in one epoch there
+# Limits, so that a page of a long job has less than a megabyte.
+_MOST_ROWS = 128  # one per rank; with more ranks, each row is the mean of several neighbours
+_MOST_EPOCHS = 200  # in the timeline, and in the list to choose from: the newest ones
+_MOST_CELLS = 6000  # of the timeline; one row in one epoch is a cell
 _MOST_LISTED = 500  # epochs in the table: the newest ones
-# Of an epoch, and added up of all.
+# The numbers of an epoch; those of all epochs are added up.
 _NUMBERS = (
     *("seconds", "rank_seconds", "idle_seconds", "steps", "batches", "longest", "steps_to_save", "seconds_to_save"),
     *("donated", "donated_bytes", "steps_saved"),
@@ -20,11 +20,11 @@ _NUMBERS = (
 
 
 def page(epochs: Sequence[EpochRecord], rebalances: bool = False) -> str:
-    """Return the page of these epochs, of which there is one or more.
+    """Return the page of one or more epochs.
 
     Args:
-        epochs: All of the job's, of the same ranks.
-        rebalances: Whether batches are rebalanced, so that nobody need be told to.
+        epochs: The epochs of the job, all with the same number of ranks.
+        rebalances: Whether batches are rebalanced, so that the page need not suggest it.
     """
     world_size = len(epochs[0].ranks)
     per_row = -(-world_size // _MOST_ROWS)
@@ -74,7 +74,7 @@ def _name(first: int, last: int) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Return it with numbers that are as short as what is shown: three digits are enough to divide by one another."""
+    """Return a value with its numbers rounded to two decimals, or below 1 to three digits, as precise as the page."""
     if isinstance(value, dict):
         return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list):

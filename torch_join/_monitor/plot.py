@@ -12,10 +12,10 @@ _BARS = {_ACTIVE: "active", _JOINED: "joined"}
 
 
 def check_can_draw() -> None:
-    """Raise if there is no matplotlib that works.
+    """Raise if matplotlib cannot be imported.
 
     Raises:
-        JoinValueError: There is none, or it cannot be imported; naming what to install.
+        JoinValueError: It is missing or broken; the message says what to install.
     """
     try:
         import_module("matplotlib.figure")
@@ -28,7 +28,7 @@ def check_can_draw() -> None:
 
 def draw_timeline(epochs: Sequence[EpochRecord], path: Path) -> None:
     """Write a bar per rank, over the epochs' seconds, as a PNG file."""
-    # Not by way of pyplot, whose figures and backend are the user's.
+    # Not by pyplot, whose figures and backend belong to the user.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Measures a loop over `join.batches` on one rank: two looks at the clock in a step, and nothing is sent."""
+"""Measures a loop over `join.batches` on one rank: it reads the clock twice in a step, and sends nothing."""
 
 import time
 
@@ -6,13 +6,13 @@ from torch_join._monitor.records import RankRecord
 
 
 class Stopwatch:
-    """One rank's time in one loop, from when it is made, which is where the ranks meet.
+    """Measures one rank's time in one loop; made where the ranks meet at the loop's start.
 
-    The clock is the host's. Work that a GPU has yet to do is not waited for.
+    It reads the host's clock, and does not wait for pending GPU work.
 
     Args:
         first: The number of the loop's first step.
-        given_bytes: How many bytes this rank has given away before.
+        given_bytes: The number of bytes that this rank has sent to others, in batches, before the loop.
     """
 
     def __init__(self, first: int = 0, given_bytes: int = 0) -> None:
@@ -23,31 +23,31 @@ class Stopwatch:
         self._begin = self._asked = time.monotonic()
 
     def take(self) -> None:
-        """This rank gets a batch."""
+        """Record that this rank gets a batch."""
         self._reading += time.monotonic() - self._asked
         self._batches += 1
 
     def ask(self) -> None:
-        """This rank asks for its next batch, if there is one."""
+        """Record that this rank asks for its next batch, if there is one."""
         self._asked = time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Leave out the last seconds, which were no training."""
+        """Leave out the last `seconds`, in which this rank did not train."""
         self._begin += seconds
         self._asked += seconds
 
     def leave(self) -> None:
-        """This rank leaves the loop by `break`."""
+        """Record that this rank leaves the loop by `break`."""
         self._left = True
         self.ask()
 
     def stop(self, given: int, received: int, given_bytes: int) -> RankRecord:
-        """Return what was measured, in a loop that has ended; what the other ranks did is not known yet.
+        """Return the measurements of a loop that has ended; nothing about other ranks is known yet.
 
         Args:
-            given: How many batches this rank has given to others in it.
-            received: How many it got.
-            given_bytes: How many bytes it has given away by now.
+            given: The number of batches that this rank has sent to others in the loop.
+            received: The number of batches that it has received.
+            given_bytes: The number of bytes that it has sent, in batches, until now.
         """
         return RankRecord(
             batches=self._batches,

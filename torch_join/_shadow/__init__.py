@@ -1,4 +1,4 @@
 """A joined rank's replacement for a model's step: DDP's own wrapper around a graph with zero gradients.
 
-Begin with: `model_shadow.py`.
+Start with `model_shadow.py`.
 """

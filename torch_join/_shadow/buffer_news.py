@@ -1,7 +1,7 @@
-"""The buffers that DDP broadcasts, on a rank without a batch: in the form that active ranks have registered by now.
+"""Keeps the buffers that DDP broadcasts in the same form on joined ranks as on active ranks.
 
-A forward may register a buffer anew, longer or of another type (a rotary cache that grows), or drop it, the same on all
-ranks that run it. A rank that runs none needs buffers of the same form when DDP next broadcasts.
+A forward may replace a buffer by a longer one or one of another type (a rotary cache that grows), or drop it, in the
+same way on all ranks that run it. A joined rank, which does not, needs buffers of that form when DDP broadcasts next.
 """
 
 import math
@@ -28,24 +28,24 @@ class Buffer(NamedTuple):
     persistent: bool
 
     def validate(self) -> None:
-        """Raise a `ValueError` if there can be no such buffer."""
+        """Raise a `ValueError` if no such buffer can exist."""
         few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
         if not few or math.prod(self.shape) > _MOST_ELEMENTS:
             raise ValueError(f"no buffer has the shape {brief(self.shape)}")
 
 
 class BufferNews:
-    """The forms of a model's buffers that ranks without a batch know."""
+    """The forms of a model's buffers that joined ranks know."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Announce all again from now on: a tail starts or ends."""
+        """Forget the known forms, when a tail starts or ends."""
         self._said: list[Buffer] | None = None
 
     def begin(self, model: nn.Module) -> None:
-        """Take the current forms as known, unless some were announced: all ranks have the same so far."""
+        """Take the current forms as known, unless some were announced; so far they are equal on all ranks."""
         if self._said is None:
             self._said = _forms(model)
 
@@ -72,7 +72,7 @@ def take(news: list[Buffer] | None, model: nn.Module, device: torch.device) -> N
         device: The device of its parameters.
 
     Raises:
-        UnsupportedError: A buffer is in a module that this rank does not have.
+        UnsupportedError: A buffer is in a module that this rank lacks.
     """
     if news is None or news == _forms(model):
         return

@@ -13,12 +13,12 @@ from torch_join._base.errors import JoinError, UnsupportedError
 
 # How often each parameter fired in a model's first iteration. Kept here because models outlive their shadows.
 _first_iterations: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
-# Models whose first iteration was a shadow on this rank, and how often their parameters fired on a rank with a batch.
+# Models whose first iteration was a shadow on this rank, and how often their parameters fired on an active rank.
 _guessed: WeakKeyDictionary[DistributedDataParallel, list[int] | None] = WeakKeyDictionary()
 
 
 class FirstIteration:
-    """What this rank and others know of a model's first iteration.
+    """The record of a model's first iteration on this rank, and on others.
 
     Args:
         ddp: The model.
@@ -37,11 +37,11 @@ class FirstIteration:
 
     @property
     def is_now(self) -> bool:
-        """Whether it has not started or not ended yet."""
+        """Whether it has not ended yet."""
         return self._fired == {}
 
     def guess(self) -> None:
-        """Note that this rank runs it without a batch, if this is the first iteration."""
+        """If this is the first iteration, record that this rank runs it without a batch."""
         if self.is_now:
             _guessed[self._ddp] = None
 
@@ -51,7 +51,7 @@ class FirstIteration:
             self._watches += [self._watch(p, self._fired) for p in self._parameters if p.requires_grad]
 
     def unwatch(self) -> None:
-        """Stop watching: two watches would count twice."""
+        """Stop watching, since two watches would count twice."""
         while self._watches:
             self._watches.pop().remove()
 
@@ -66,7 +66,7 @@ class FirstIteration:
         return self._times() if self._fired and self._ddp not in _guessed else None
 
     def note_fired(self, theirs: list[int] | None) -> None:
-        """Note another rank's counts, if this rank has none: in a shadow, all parameters get a gradient."""
+        """Record another rank's counts, if this rank's are from a shadow, in which every parameter gets a gradient."""
         if theirs is not None and self._ddp in _guessed:
             _guessed[self._ddp] = theirs
 

@@ -1,10 +1,10 @@
 """The zero-gradient pass: a DDP model's shadow on a rank that has no batch.
 
-The contract relied on: `DistributedDataParallel.forward` runs `self.module` and otherwise only plumbing (buffer
-broadcast, bucket rebuild, `prepare_for_backward`); its reducer learns of a gradient from a hook on the parameter's
-`AccumulateGrad` node, which autograd runs even when the incoming gradient is undefined; an undefined gradient counts as
-zero and as *unused*. So the real wrapper is run around a stand-in whose graph leads to every parameter with undefined
-gradients: DDP issues its own collectives in its own order, and leaves the average in `param.grad`.
+This relies on three facts. `DistributedDataParallel.forward` runs `self.module`, and besides it only buffer broadcasts,
+the bucket rebuild and `prepare_for_backward`. Its reducer learns of a gradient from a hook on the parameter's
+`AccumulateGrad` node, which autograd runs even when the incoming gradient is undefined. An undefined gradient counts as
+zero and as *unused*. So this runs the real wrapper around a stand-in whose graph gives every parameter an undefined
+gradient: DDP issues its own collectives in its own order, and leaves the average in `param.grad`.
 
 Returning zeros instead would make every parameter count as used under `find_unused_parameters=True`, and momentum and
 weight decay would move parameters that no rank used.
@@ -61,7 +61,7 @@ class ModelShadow:
         self._frozen_at_first = [ref(p) for p in ddp.module.parameters() if id(p) not in self._ids]
         embeddings = [m for m in ddp.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         self.sparse = frozenset(id(p) for m in embeddings for p in m.parameters(recurse=False))
-        # The nodes that accumulate gradients on a device, unless a shadow's step is under way.
+        # The nodes that accumulate gradients on a device; empty during a shadow's step.
         self._waiting = accumulators([p for p in self.parameters if p.device.type != "cpu"])
         self.first = FirstIteration(ddp, self.parameters)
         if watches:
@@ -69,7 +69,7 @@ class ModelShadow:
 
     @contextmanager
     def step(self, shadow: bool) -> Iterator[None]:
-        """Put around a whole step, forward and backward, in which this rank is a shadow or not."""
+        """Wrap a whole step, forward and backward, on a joined rank if `shadow`, else on an active one."""
         # The user's hooks expect a gradient, but a shadow has none.
         parameters = self.parameters if shadow else ()
         every = [h for p in parameters for h in (_compat.backward_hooks(p), _compat.post_accumulate_hooks(p))]
@@ -107,7 +107,7 @@ class ModelShadow:
         return zero
 
     def forward_again(self) -> Tensor:
-        """Return what `forward` would, if parameters have been frozen or unfrozen since it ran."""
+        """Return a new result of `forward`, if parameters have been frozen or unfrozen since it ran."""
         with torch.enable_grad():
             zero = self.zero() if self.firing else torch.zeros((), device=self.parameters[0].device)
             if self._finds_unused:
@@ -115,13 +115,13 @@ class ModelShadow:
         return zero
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run the backward of what `forward` or `no_loss` has returned: this rank contributes nothing new."""
+        """Run the backward of a result of `forward` or `no_loss_output`: this rank contributes nothing new."""
         with self.around_backward(in_pieces=False):
             run()
 
     @contextmanager
     def around_backward(self, in_pieces: bool) -> Iterator[None]:
-        """Put around a backward; or, if `in_pieces`, around those of several `zero_of` that make up one step's."""
+        """Wrap a backward; or, if `in_pieces`, the backwards of several `zero_of` that make up one step's backward."""
         with ExitStack() as stack:
             stack.enter_context(self.step(shadow=True))
             if self._finds_unused:
@@ -140,10 +140,10 @@ class ModelShadow:
         return [place for place, p in enumerate(self.parameters) if not _compat.will_accumulate(p)]
 
     def no_loss_output(self) -> Tensor:
-        """Return a replacement for the output of a forward without a loss: what `forward` returns.
+        """Return a replacement for the output of a forward without a loss, like the result of `forward`.
 
         Raises:
-            UnsupportedError: It is the first iteration under `static_graph=True`, or see `forward`.
+            UnsupportedError: This is the first iteration under `static_graph=True`; or see `forward`.
         """
         if self.first.is_now:
             raise UnsupportedError(
@@ -159,16 +159,16 @@ class ModelShadow:
     def completing(
         self, complete: Callable[[Any], Any], run: Callable[..., Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Put around a forward of the wrapper; `complete` receives the inner module's output and may replace it.
+        """Change forwards of the wrapper inside: `complete` receives the inner module's output and may replace it.
 
         Args:
-            complete: Takes the inner output, and returns the wrapper's.
+            complete: Takes the inner module's output, and returns the wrapper's.
             run: Run in place of the inner module, which it may call.
         """
         module = self.ddp.module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            _compat.wrap(self.ddp, module)  # where the user's code must find it
+            _compat.wrap(self.ddp, module)  # user code must find it there
             return complete((run or module)(*args, **kwargs))
 
         return self._with_placeholder(forward)
@@ -204,8 +204,8 @@ class ModelShadow:
         sparse = [id(p) in self.sparse for p in parameters]
         if _compat.has_rebuilt_buckets(self.ddp):
             return zero_gradient(parameters, sparse, None)
-        # DDP orders its buckets, for good, by the order of rank 0's first gradients, usually the reverse of the
-        # parameters'. In a chain, backward reaches the last first.
+        # DDP orders its buckets, for good, by rank 0's first gradients. These usually come in the reverse order of the
+        # parameters. In a chain, backward reaches the last one first.
         zero = None
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
             zero = zero_gradient([parameter], [is_sparse], zero)
@@ -245,18 +245,18 @@ class ModelShadow:
             parameter.requires_grad_(place not in frozen)
 
     def sync_buffers(self, src: int, keeps: bool = False) -> None:
-        """Broadcast the model's buffers from rank `src`, as DDP does from rank 0; if it `keeps`, its own stay."""
+        """Broadcast the model's buffers from rank `src`, as DDP does from rank 0; if `keeps`, this rank's own stay."""
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
-        # Without autograd noticing, as DDP does it: a graph that waits for its backward may have saved them.
+        # By `.data`, as in DDP, so that autograd does not notice: a graph that awaits its backward may have saved them.
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         buffers = [buffer.clone() for buffer in buffers] if keeps else buffers
         if buffers:
             _compat.broadcast_coalesced(self.ddp.process_group, buffers, self.ddp.broadcast_bucket_size, src)
 
     def unfrozen(self, optimizers: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters that DDP does not average: formerly frozen, or new and stepped."""
+        """Return the names of trained parameters that DDP does not average: once frozen, or new and stepped."""
         named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
         found = {name: p for name, p in named if p.requires_grad and id(p) not in self._ids and name not in ignored}
         if not found:
@@ -270,7 +270,7 @@ class _PlaceholderModule(nn.Module):
     """Takes the inner module's place for one forward of the wrapper.
 
     Attributes:
-        place: That module (in a tuple, so that it does not become a submodule), and the function to run.
+        place: The inner module (in a tuple, so that it does not become a submodule), and the function to run.
     """
 
     place: tuple[nn.Module, Callable[..., Any]]

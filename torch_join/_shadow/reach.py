@@ -1,7 +1,7 @@
-"""Whether a loss leads to a model's parameters: a constant, returned to skip a batch, does not.
+"""Whether a loss depends on a model's parameters: a constant, returned to skip a batch, does not.
 
-Its backward never reaches the model, so DDP sees no gradient, and neither averages nor complains, while the other ranks
-wait for this one.
+The backward of a constant never reaches the model. DDP sees no gradient, so it neither averages nor raises, while the
+other ranks wait for this one.
 """
 
 from collections.abc import Callable

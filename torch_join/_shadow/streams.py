@@ -1,7 +1,7 @@
-"""The order of streams on a device where autograd does not ensure it: for gradients that do not come.
+"""Orders the streams of a device for gradients that do not come, since autograd then does not.
 
-The contract relied on: autograd runs a node, with its hooks, on the stream that was current when it was made; at the
-end of a backward, the current stream waits for those of all nodes that accumulate gradients.
+This relies on two facts. Autograd runs a node, with its hooks, on the stream that was current when it was made. At the
+end of a backward, the current stream waits for the streams of all nodes that accumulate gradients.
 """
 
 from collections.abc import Iterator, Sequence

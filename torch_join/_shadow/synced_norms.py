@@ -1,4 +1,4 @@
-"""The buffers of SyncBatchNorm, equal on all ranks that have a batch even where ranks keep their own other buffers."""
+"""The buffers of SyncBatchNorm, which active ranks keep equal even if each keeps its own copy of other buffers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def has_synced_norms(model: nn.Module) -> bool:
 
 
 def sync_norms(model: nn.Module, src: int, group: Any) -> None:
-    """Give all ranks of `group` the values of these buffers on its rank `src`; all call this."""
+    """Copy these buffers from rank `src` of `group` to its other ranks; all of them call this."""
     norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
     if buffers := [buffer.data for norm in norms for buffer in norm.buffers(recurse=False)]:
         _compat.broadcast_coalesced(group, buffers, _BYTES, src)

@@ -1,15 +1,15 @@
 """A shadow's backward under `find_unused_parameters=True`, in which this rank uses no parameter.
 
 DDP counts a parameter as used on a rank if its hook fires there while it has a gradient, also in a backward without a
-sync; the count lasts until the next sync. DDP averages parameters outside a forward's graph without counting them. So a
-shadow's graph leads to one parameter only (and to the sparse ones, which DDP takes for used). With a zero there DDP
-counts it as used, and leaves zeros to all: the active ranks have zeros too, unless it is this rank's own share of an
-accumulation. (A backward in pieces leads to all of them. There a gradient that is not this rank's own share is equal on
-all ranks, or missing, and counting it as used changes nothing.)
+sync. The count lasts until the next sync. DDP averages parameters outside a forward's graph without counting them. So a
+shadow's graph leads to one parameter only, and to the sparse ones, which DDP treats as used. If that one has a zero
+gradient, DDP counts it as used and gives all ranks zeros. The active ranks have zeros too, unless it is this rank's
+share of an accumulation. (A backward in pieces leads to all parameters. There a gradient that is not this rank's share
+is equal on all ranks, or missing, and counting it as used changes nothing.)
 
-A parameter that was counted and then cleared would still be reported as used, and if its gradient is `None` by then,
-DDP raises ("undefined, but still allreduced"). Such parameters get a zero during the backward, and this rank's report
-says that it has not used them.
+A parameter that was counted and then cleared would still be reported as used, and DDP raises if its gradient is `None`
+by then ("undefined, but still allreduced"). So such parameters get a zero gradient during the backward, and this rank
+reports them as unused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from torch_join._compat.c10d import changing_all_reduces
 def using_nothing(
     ddp: DistributedDataParallel, parameters: Sequence[Tensor], connected: Sequence[Tensor], accumulated: bool
 ) -> Iterator[None]:
-    """Put around the backward of a shadow.
+    """Wrap the backward of a shadow.
 
     Args:
         ddp: The model.

@@ -30,14 +30,14 @@ def zero_gradient(parameters: Sequence[Tensor], sparse: Sequence[bool], before: 
     Args:
         parameters: The parameters.
         sparse: For which of them DDP expects a sparse gradient.
-        before: Another such zero, whose parameters get theirs after these.
+        before: Another such zero, whose parameters get their gradients after these.
     """
     zero: Tensor = _ZeroGradient.apply(sparse, before, *parameters)  # type: ignore[no-untyped-call]
     return zero
 
 
 class _Following(torch.autograd.Function):
-    """A scalar zero in whose backward a joined rank follows that of the active ranks."""
+    """A scalar zero in whose backward a joined rank follows the active ranks' backward."""
 
     @staticmethod
     def forward(ctx: Any, follow: Callable[[], Any], seed: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def following_zero(follow: Callable[[], Any], device: torch.device) -> Tensor:
 
 
 class _OwnFirst(torch.autograd.Function):
-    """A loss whose backward does not reach a zero; runs that backward first, and then the zero's."""
+    """A loss joined to a zero that it does not depend on: its own backward runs first, and then that of the zero."""
 
     @staticmethod
     def forward(ctx: Any, own: list[Tensor], between: Callable[[], None], zero: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ class _OwnFirst(torch.autograd.Function):
 
 
 def own_first(loss: Tensor, between: Callable[[], None], zero: Tensor) -> Tensor:
-    """Return `loss` with a backward that runs the loss's own one, calls `between`, and runs that of `zero`."""
+    """Return `loss` with a backward that runs the loss's own backward, calls `between`, and runs that of `zero`."""
     found: Tensor = _OwnFirst.apply([loss], between, zero)  # type: ignore[no-untyped-call]
     return found
 
 
 def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the gradient of its rank `source`; a sparse one is sent as a dense one."""
+    """Copy the gradient of rank `source` to all ranks of `group`; a sparse one is sent as a dense one."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     is_sparse = gradient.is_sparse
     dense = gradient.to_dense() if is_sparse else gradient
@@ -87,7 +87,7 @@ def broadcast_gradient(parameter: Tensor, source: int, group: dist.ProcessGroup)
 
 
 def empty_sparse(parameter: Tensor) -> Tensor:
-    """Return an empty gradient in the form of an embedding's sparse one."""
+    """Return an empty gradient in the form of an embedding's sparse gradient."""
     # An embedding's gradient has one sparse dimension, its rows; each row is dense.
     rows = parameter.new_zeros((1, 0), dtype=torch.long)
     values = parameter.new_zeros((0, *parameter.shape[1:]))
