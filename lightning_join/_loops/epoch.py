@@ -39,27 +39,27 @@ def _unchanged(batch: Any, **_: Any) -> Any:
 
 
 class JoinEpochLoop(TrainingEpochLoop):
-    """Lightning's training epoch loop where ranks may have different numbers of batches.
+    """Lightning's training epoch loop for ranks that may have different numbers of batches.
 
-    All ranks meet once after each step, instead of the broadcast with which Lightning starts each. They learn which
-    ranks reach the end of their batches, which were asked to stop or terminate, and what the next step's batches count.
-    If all have a batch in the step that ends and in the next one, a rank only sends its message there. It reads the
-    others' messages after the next forward: they have been sent by then, and it does not wait.
+    All ranks meet once after each step, in place of Lightning's broadcast at the start of each step. There they learn
+    which ranks reach the end of their batches, which were asked to stop or terminate, and the counts of the next
+    step's batches. If all ranks have a batch in the step that ends and in the next one, a rank only sends its message.
+    It reads the other messages after the next forward. They have been sent by then, so it does not wait.
     """
 
     # This rank's last batch in the fit and its `training_step`'s output: hooks get these in a step without a batch.
     _kept: tuple[Any, dict[str, Any] | None] = None, None
-    _had_batch = False  # in this fit; or has another rank's instead
+    _had_batch = False  # in this fit; or it has received another rank's
     _has_joined = False  # in this epoch
-    _lacks_values = False  # the hooks of some rank's first batch run before it has logged anything
+    _lacks_values = False  # some rank runs hooks before it has logged anything, as it has had no batch
     _has_transfer_hooks = False  # user code runs for each batch before its step
     _has_optimization_hooks = False  # user code runs between a step's forward and its end
     _made_step = True
     _transfers = False  # the step's batch is transferred next
     _steps_alike = 0  # the number of steps in which all ranks' batches have the same size
-    _is_late = _is_unheard = False  # whether the ranks' messages on the current step are late, and unread
+    _is_late = _is_unheard = False  # whether the ranks' messages about the current step are late, and unread
     _asks_to_validate = False  # because another rank does
-    _may_leave = False  # a batch's first hook may return -1, for which all ranks meet
+    _may_leave = False  # `on_train_batch_start` may return -1, for which all ranks meet
     _validation_due = False
     _validates = False
 
@@ -83,7 +83,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         ended = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         fit_loop, steps = self._fit_loop, self._fit_loop.max_batches
         if rebalancing_of(self.trainer) is not None or fit_loop.is_planned or fit_loop.is_resized:
-            # Only a plan that is still to be made knows whether steps are left.
+            # Only the plan, which is yet to be made, knows whether steps are left.
             fit_loop.max_batches = max(steps, self.batch_progress.current.ready + 1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable")  # our warning says which, and why
@@ -136,7 +136,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             return
         count = join.driver.members.count
         if not was_even:
-            # The batches read ahead tell more than was known then; the steps must be those that were planned.
+            # Batches read ahead show more than the checkpoint knew, but the steps must be those that were planned.
             length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
             how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
             join.rebalance(data_fetcher, length, **how)
@@ -150,7 +150,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             self._fit_loop.check_estimate(join.plan.steps)
         self._fit_loop.set_steps(join.plan.steps)
 
-    # ------------------------------------------------------------ a step, in the order in which Lightning comes by
+    # ------------------------------------------------------------ the parts of a step, in the order of their calls
 
     def advance(self, data_fetcher: ReadAheadFetcher) -> None:  # type: ignore[override]
         self._made_step = False
@@ -167,7 +167,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         pass  # signals are exchanged at the meetings
 
     def _begin_step(self, data_fetcher: ReadAheadFetcher) -> Any:
-        """Return the step's batch as it was read, or on a joined rank its substitute."""
+        """Return the step's batch as it was read, or a substitute on a joined rank."""
         trainer: Any = self.trainer
         join, strategy = join_of(trainer), strategy_of(trainer)
         if not join.active_ranks:
@@ -190,14 +190,14 @@ class JoinEpochLoop(TrainingEpochLoop):
             return self._kept[0]
         self._kept, self._had_batch, self._has_joined = (None, None), True, False  # only one batch is in memory
         if self._has_transfer_hooks and not join.runs_placeholders:
-            # A separate step: these hooks run only where there is a batch, and may issue collectives.
+            # A separate step: these hooks run only on ranks with a batch, and may issue collectives.
             strategy.around_step.enter_context(join.driver.step(join.active_ranks))
             strategy.around_step.enter_context(join.before_forward())
         return data_fetcher.take() if join.plan is None else join.plan.take()
 
     def transfer(self, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a batch on the device, in place of the strategy's own method; prepare for a step's first hooks."""
-        if not self._transfers:  # an evaluation's
+        if not self._transfers:  # in an evaluation
             return move(*args, **kwargs)
         self._transfers = False
         join, strategy = join_of(self.trainer), strategy_of(self.trainer)
@@ -220,7 +220,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         return batch
 
     def around_optimization(self) -> AbstractContextManager[object]:
-        """Put around the step's optimization, whose hooks may log."""
+        """Wrap the step's optimization, whose hooks may log."""
         logging = self._has_optimization_hooks and join_of(self.trainer).in_tail
         return HookLogging(self._results, strategy_of(self.trainer)) if logging else nullcontext()
 
@@ -236,25 +236,25 @@ class JoinEpochLoop(TrainingEpochLoop):
         if self._lacks_values:
             self._lacks_values = False
             check_monitored(trainer, join.channel)
-        requeues = self._requeues and not self._validates_next()  # else the next job would leave that out
+        requeues = self._requeues and not self._validates_next()  # else the next job would leave out the validation
         if join.in_tail or requeues:
             self._enter_hooks("on_train_batch_end", self._fit_loop.requeue if requeues else None)
         return output
 
     @property
     def _requeues(self) -> bool:
-        """Whether all ranks will save for the next job, and no accumulation is under way, which would be lost."""
+        """Whether all ranks will save for the next job, and no accumulation, which would be lost, has started."""
         return self._fit_loop.requeues and not self._should_accumulate()
 
     def _validates_next(self) -> bool:
-        """Whether a validation follows right after this step, as far as is known: intervals in seconds do not count."""
+        """Whether a validation follows right after this step, as far as is known; intervals in seconds are ignored."""
         if _compat.validation_interval(cast(Any, self.trainer)) is not None:
             return False
         with self._fit_loop.stopping_together():
             return bool(super()._should_check_val_fx(self._fit_loop.fetcher))
 
     def _enter_hooks(self, last: str, act: Callable[[Any], Any] | None = None) -> None:
-        """Enter the contexts around the batch hooks, until the `last` hook of the module; then call `act`.
+        """Enter contexts around the batch hooks, which end with the module's `last` hook; then call `act`.
 
         The hooks of a step without a batch change neither logged values nor metrics.
         """
@@ -277,7 +277,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         leaves = response == -1 and not join.joined
         ranks = join.skip(leaves)
         if ranks and join.plan is not None:
-            self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more
+            self._fit_loop.set_steps(join.plan.steps)  # fewer ranks may need more steps
         if leaves:
             fetcher.drop()
             self._kept = batch, None
@@ -310,7 +310,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     # ------------------------------------------------------------ meetings
 
     def meet(self, data_fetcher: ReadAheadFetcher) -> None:
-        """Send all that may end the epoch or the fit, and proceed to the next step; read the others' now or later."""
+        """Send everything that may end the epoch or the fit, go to the next step. Read messages now or later."""
         trainer: Any = self.trainer
         join = join_of(trainer)
         self._hear_others()
@@ -320,7 +320,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         end = data_fetcher.fill() if join.plan is None else data_fetcher.fill(join.plan.ahead)
         notice: dict[str, Any] = self._fit_loop.requests
         if self._asks_to_validate or (trainer.is_global_zero and self._time_to_validate()):
-            notice["validate"] = True  # clocks differ: rank 0's is decisive
+            notice["validate"] = True  # clocks differ, so rank 0's decides
         if data_fetcher.claimed is not None:
             notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
             data_fetcher.claimed = None  # it is sent once
@@ -330,13 +330,13 @@ class JoinEpochLoop(TrainingEpochLoop):
             self._hear_others()
 
     def _needs_all(self, data_fetcher: ReadAheadFetcher) -> bool:
-        """Whether all ranks communicate before the next step's batch is trained on, or there may be no next step."""
+        """Whether all ranks must communicate before they train on the next batch, or there may be no next step."""
         may_end = self.batch_progress.is_last_batch or self._is_training_done or self._may_leave
-        # Once all have agreed to stop they stay with that, or revoke it, together.
+        # Once all ranks have agreed to stop, they keep or revoke that decision together.
         return may_end or self._fit_loop.agreed_stop or self._should_check_val_fx(data_fetcher)
 
     def _hear_others(self) -> None:
-        """Read what the ranks sent when they came to this step, unless that was done."""
+        """Read the messages that the ranks sent when they came to this step, unless that was done."""
         self._validation_due = False
         if not self._is_unheard:
             return
@@ -385,7 +385,7 @@ class JoinEpochLoop(TrainingEpochLoop):
                 stops = trainer.should_stop and self._fit_loop._can_stop_early
                 self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
             else:
-                # An interval of 1.0 means the epoch's end, also if that comes before the length said so.
+                # An interval of 1.0 means the epoch's end, also if the epoch is shorter than its length said.
                 ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
                 self._validates = super()._should_check_val_fx(data_fetcher) or (
                     ends and self._should_check_val_epoch()
@@ -407,9 +407,9 @@ class JoinEpochLoop(TrainingEpochLoop):
             check_plateaus(trainer, interval, index)
 
     def _share_first_batch(self, batch: Any) -> Any:
-        """Give a rank that has never had a batch one for the hooks of its shadow steps; all ranks meet.
+        """Send a batch to each rank that has never had one, for the hooks of its shadow steps; all ranks meet.
 
-        The batch is as after its transfer, whose hooks run only on the rank that read it.
+        The batch is sent as it is after its transfer, whose hooks run only on the rank that read it.
         """
         strategy = strategy_of(self.trainer)
         source = join_of(self.trainer).active_ranks[0]

@@ -20,7 +20,7 @@ from lightning_join._strategy_protocol import metrics_of, strategy_of
 
 
 class JoinEvaluationLoop(InRounds, EvaluationLoop):
-    """Lightning's evaluation loop where ranks may have different numbers of batches, or none."""
+    """Lightning's evaluation loop for ranks that may have different numbers of batches, or none."""
 
     @property
     def _step_name(self) -> str:
@@ -48,7 +48,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         super().on_run_start()
         strategy = strategy_of(self.trainer)
         if strategy.join is not None:
-            # Each rank has its own since the last training step, or buffers that a hook has set.
+            # Since the last training step, each rank may have its own buffers, or ones that a hook has set.
             strategy.join.catch_up()
             strategy.join.sync_buffers()
         metrics_of(self.trainer).renew()
@@ -64,7 +64,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
 
     def on_run_end(self) -> Any:
         self._finish_rounds()
-        self.batch_progress.is_last_batch = True  # of all ranks, also if this rank had none
+        self.batch_progress.is_last_batch = True  # the last of all ranks, even if this rank had none
         self._has_run = not self.trainer.sanity_checking  # also if this rank had no batch
         return super().on_run_end()
 
@@ -88,7 +88,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         super()._store_dataloader_outputs()
 
     def _serve_step(self, active: tuple[int, ...]) -> None:
-        """Take part in a step of the ranks that have a batch, and log the values that are the same on all ranks."""
+        """Take part in a step of the active ranks, and log the values that are equal on all ranks."""
         trainer: Any = self.trainer
         rounds, index = self._rounds, self._rounds.index
         connector = trainer._logger_connector

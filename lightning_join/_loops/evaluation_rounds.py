@@ -15,7 +15,7 @@ from torch_join.integration import StepDriver, broadcast, make_placeholder, sett
 
 
 class Rounds:
-    """A round is one dataloader, or several that are read side by side.
+    """The progress of a rank through the rounds; a round is one dataloader, or several that are read side by side.
 
     Ranks process their batches independently, and meet at each step only if some rank's number of batches is uncertain.
     A rank at the end of a round serves the collectives of the other ranks' steps, until they reach it too.
@@ -35,7 +35,7 @@ class Rounds:
         self._rank = self._strategy.channel.rank
         self.index = 0
         self._steps = 0
-        self._ended: frozenset[int] = frozenset()  # if numbers are uncertain
+        self._ended: frozenset[int] = frozenset()  # the ranks that have ended the round, if numbers are uncertain
         self._placeholder = self._strategy.options.placeholder
         self._last: Any = None  # the batch of this round from which placeholders are made
         self._limits_itself = loader._mode == "sequential"
@@ -51,13 +51,13 @@ class Rounds:
             [not resumed and all(each.certain[i] for i in places) for each in everyone] for places in self.places
         ]
         self._alike = [_loaders.steps_alike(everyone, places) for places in self.places]
-        # The rounds in which some rank may have another number of batches than it announces before.
+        # The rounds in which some rank's number of batches may differ from the one that it announces before.
         planned = [any(each.planned[i] for each in everyone for i in places) for places in self.places]
         self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
 
     @property
     def driver(self) -> StepDriver:
-        """Serves the other ranks' steps."""
+        """The driver that serves the other ranks' steps."""
         assert self._strategy.driver is not None
         return self._strategy.driver
 
@@ -70,7 +70,7 @@ class Rounds:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Put around the processing of this rank's batch."""
+        """Wrap the processing of this rank's batch."""
         self._begin()
         active = self._active_ranks(has_batch=True)
         if self._placeholder is not None:
@@ -128,8 +128,8 @@ class Rounds:
     def _begin(self) -> None:
         """Exchange the ranks' numbers of batches in this round, if the announced ones are uncertain; all ranks meet.
 
-        This rank's dataloaders have been iterated, and have yielded their first batch or ended: loaders that plan their
-        batches anew know their number only then.
+        This rank's dataloaders have then yielded their first batch or ended. Loaders that plan their batches anew know
+        their number only from then on.
         """
         if self.index not in self._planned:
             return
@@ -146,7 +146,7 @@ class Rounds:
         _compat.set_limits(loader, [min(most, known[i]) if i in known else limit for i, limit in before])
 
     def _active_ranks(self, has_batch: bool) -> tuple[int, ...]:
-        """Return the ranks that have a batch at this step; they meet if that is uncertain."""
+        """Return the ranks that have a batch at this step; all ranks meet if that is uncertain."""
         if all(self._certain[self.index]):
             return tuple(rank for rank, limit in enumerate(self._limits[self.index]) if limit > self._steps)
         ends = not has_batch and self._rank not in self._ended
@@ -155,7 +155,7 @@ class Rounds:
 
 
 class InRounds:
-    """What Lightning's evaluation and prediction loops share, where ranks may have different numbers of batches."""
+    """The common part of Lightning's evaluation and prediction loops, for different numbers of batches per rank."""
 
     _everyone: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
@@ -204,7 +204,7 @@ class InRounds:
 
     def reset(self: Any) -> None:
         mine = self._everyone[self.trainer.global_rank]
-        # Until dataloaders are iterated: the length that a planned one announces is no limit.
+        # Used until dataloaders are iterated: the length that a planned one announces is no limit.
         most = self._limit if isinstance(self._limit, int) else float("inf")
         before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):
@@ -214,7 +214,7 @@ class InRounds:
             self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: no rank can serve it
 
     def _finish_rounds(self, until: int | None = None) -> None:
-        """Reach the end of the rounds before `until`, or of all; all ranks meet at each."""
+        """Finish the rounds before `until`, or all of them; all ranks meet at the end of each."""
         while self._rounds.index < (len(self._rounds.places) if until is None else until):
             self._finish_round()
 

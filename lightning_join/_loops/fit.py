@@ -1,4 +1,4 @@
-"""The fit loop: lengths of all ranks before each epoch, one decision on when to stop."""
+"""The fit loop: it exchanges all ranks' lengths before each epoch, and stops on all ranks together."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,31 +38,31 @@ REQUESTS = ("stop", "sigterm", "requeue", "validate")
 
 
 class JoinFitLoop(FitLoop):
-    """Lightning's fit loop where ranks may have different numbers of batches."""
+    """Lightning's fit loop for ranks that may have different numbers of batches."""
 
-    # What all ranks know of `trainer.should_stop`. A flag set on one rank alone must not end that
-    # rank's loop while the others continue.
+    # `trainer.should_stop` as all ranks know it. A flag set on one rank alone must not end that rank's
+    # loop while the other ranks continue.
     agreed_stop = False
     requeues = False  # all ranks know that SLURM will start the job again
     is_planned = False  # whether some rank may have another number of batches than announced
     _lengths: Sequence[int | float] = ()
     _has_warned = False
-    _steps: int | float = -1  # derived from them, or from a plan
+    _steps: int | float = -1  # derived from the lengths, or from a plan
     _record: dict[str, Any] | None = None  # of the checkpoint, until its epoch starts
-    _resumed: dict[str, Any] | None = None  # the same for a resumed epoch, until it is rebalanced
+    _resumed: dict[str, Any] | None = None  # the record of a resumed epoch, until it is rebalanced
     _last_place: LoaderPlace | None = None  # this rank's position when the fit ended
 
     def run(self) -> None:
         strategy, epoch_loop = cast(Any, self.trainer.strategy), cast(Any, self.epoch_loop)
-        # On the object: outside the changes that a strategy derived from ours makes to a batch.
+        # Set on the object, outside of any change that a strategy derived from ours makes to a batch.
         transfer = setting(strategy, batch_to_device=partial(epoch_loop.transfer, strategy.batch_to_device))
         with strategy.around_run(last=not is_finding_learning_rate(self.trainer)), transfer:
             self.agreed_stop = self.requeues = False
             cast(Any, self.trainer)._signal_connector.begin_fit()
             epoch_loop.begin_fit()
-            self.agree_on_stop()  # `on_fit_start` may have set it
+            self.agree_on_stop()  # `on_fit_start` may have set `should_stop`
             super().run()
-            if self._record is None:  # else no epoch has begun
+            if self._record is None:  # else no epoch has started
                 self._last_place = self._place()  # for checkpoints that are saved after the fit
             if (rebalancing := rebalancing_of(self.trainer)) is not None:
                 rebalancing.close()
@@ -99,7 +99,7 @@ class JoinFitLoop(FitLoop):
         return self._data_fetcher
 
     def measure(self) -> Sequence[_loaders.Loaders]:
-        """Exchange the number of batches that each rank reports, and take all numbers from the longest; all ranks meet.
+        """Exchange the ranks' numbers of batches, and use those of the longest rank; all ranks meet.
 
         They hold until the dataloaders are iterated: a loader that plans its batches anew knows its number only then.
         """
@@ -110,7 +110,7 @@ class JoinFitLoop(FitLoop):
         return everyone
 
     def set_lengths(self, everyone: Sequence[_loaders.Loaders]) -> None:
-        """Take the number of batches, and what follows from it, from the longest rank; or from all that rebalance."""
+        """Set the number of steps, and numbers derived from it, by the longest rank, or by all ranks if rebalanced."""
         assert self._combined_loader is not None
         lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
         steps = max(lengths)
@@ -132,7 +132,7 @@ class JoinFitLoop(FitLoop):
         )
 
     def set_steps(self, steps: int | float | None) -> None:
-        """Take the number of batches from a plan, which knows how many ranks may give and where they resume."""
+        """Set the number of steps by a plan, which knows how many batches ranks may send and where they resume."""
         steps = float("inf") if steps is None else steps
         if self._steps == steps:
             return  # StochasticWeightAveraging may have changed `max_batches` since
@@ -159,8 +159,8 @@ class JoinFitLoop(FitLoop):
             )
 
     def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
-        # As in later epochs, and before Lightning, which would not name the rank whose dataloaders have no length, and
-        # ignores rebalancing, and a combined loader that is shorter on each rank than its longest parts.
+        # Checked as in later epochs, and before Lightning does: it does not report which rank's dataloaders have no
+        # length, and ignores rebalancing, and that a combined loader may be shorter than its longest parts.
         self.set_lengths(everyone)
         trainer: Any = self.trainer
         interval = trainer.val_check_batch or 0  # none if it is in seconds
@@ -185,7 +185,7 @@ class JoinFitLoop(FitLoop):
         self.measure()  # lengths may change with the epoch
         super().on_advance_start()
         take_unfrozen_parameters(strategy_of(self.trainer))
-        metrics_of(self.trainer).renew()  # hooks may have made some
+        metrics_of(self.trainer).renew()  # hooks may have made metrics
 
     @NoStopIteration()
     def advance(self) -> None:
@@ -229,7 +229,7 @@ class JoinFitLoop(FitLoop):
         return {name: True for name, wanted in requests.items() if wanted}
 
     def agree_on_stop(self) -> None:
-        """Stop, terminate, or have the job requeued, on all ranks if one wants to; all ranks meet."""
+        """Stop, terminate, or requeue the job on all ranks if one of them requests it; all ranks meet."""
         self.apply_requests(strategy_of(self.trainer).channel.barrier(notice=self.requests or None).notices)
 
     def requeue(self, response: Any = None) -> Any:
@@ -239,12 +239,12 @@ class JoinFitLoop(FitLoop):
         return response
 
     def apply_requests(self, notices: Mapping[int, Mapping[str, object]], at_once: bool = True) -> set[str]:
-        """Do what the `notices` request, which are the same on all ranks.
+        """Fulfil the requests in the `notices`, which are equal on all ranks.
 
         Args:
-            notices: By rank.
-            at_once: Whether all ranks read them at the same place. If not, only what all ranks request is done, as all
-                of them have waited for that; a request of some is repeated by all that read it, after the next step.
+            notices: The requests, by rank.
+            at_once: Whether all ranks read them at the same place. If not, only requests of all ranks are fulfilled,
+                since all have waited for these. Ranks that read any other request repeat it after the next step.
 
         Returns:
             The requests that are fulfilled.
@@ -281,14 +281,14 @@ class JoinFitLoop(FitLoop):
 
     # ------------------------------------------------------------ every rank's position, in checkpoints
     #
-    # Lightning saves the state of rank 0's dataloaders, after the batches read ahead, and gives it to every rank.
-    # Here the file holds each rank's state, after the batches that training has taken, as in a user's own loop.
+    # Lightning saves the state of rank 0's dataloaders, after the batches read ahead, and loads it on every rank.
+    # Here the file holds each rank's state, after the batches that were trained on, as in a plain loop.
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Collect every rank's position on rank 0; all ranks meet.
 
         Raises:
-            UnsupportedError: Some rank cannot take part.
+            UnsupportedError: It is called inside a step in the tail, in which some ranks cannot take part.
         """
         trainer: Any = self.trainer
         if (ranks := strategy_of(self.trainer).find_step_ranks()) is not None:
@@ -330,11 +330,11 @@ class JoinFitLoop(FitLoop):
         return {"max_sent_per_step": plan.max_sent_per_step, "unknown": plan.unknown_at(step)}
 
     def take_plan(self) -> tuple[int | None, bool, bool]:
-        """Return, once, what this rank reported on the resumed epoch.
+        """Return this rank's report on the resumed epoch, and forget it.
 
         Returns:
-            How many batches it may give away in a step, if reported; whether it could not report how many it has left;
-            whether all had as many, so that nothing is rebalanced in the epoch, even if that proves wrong.
+            The number of batches that it may send in a step, if reported; whether it could not report how many it had
+            left; whether all ranks had the same number. If so, the epoch is not rebalanced, even if that proves wrong.
         """
         record, self._resumed = self._resumed or {}, None
         most, rank = record.get("max_sent_per_step"), self.trainer.global_rank
@@ -351,7 +351,7 @@ class JoinFitLoop(FitLoop):
 
     def _gather(self, place: LoaderPlace | None) -> list[LoaderPlace | None]:
         trainer = self.trainer
-        # Not over the channel, which is closed after the fit; and each state is sent only to the rank that writes.
+        # Not over the channel, which is closed after the fit. Each state is sent only to the rank that writes it.
         places: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(place, places)
         return places or [place if rank == trainer.global_rank else None for rank in range(trainer.world_size)]
@@ -362,14 +362,14 @@ class JoinFitLoop(FitLoop):
 
     @property
     def is_resized(self) -> bool:
-        """Whether another number of ranks has made some steps of the epoch that is about to be resumed."""
+        """Whether a different number of ranks has run some steps of the epoch that is about to be resumed."""
         return self._record is not None and is_dealt_anew(self._record, self.trainer.world_size)
 
     def start_reading(self, fetcher: ReadAheadFetcher) -> None:
         """Make the epoch's iterator, which starts at a checkpoint's position in the first epoch after it.
 
         Raises:
-            JoinValueError: On all ranks, if other ranks have written the checkpoint, and the rest is not known.
+            JoinValueError: On all ranks, if other ranks have written the checkpoint, and the epoch's rest is unknown.
             UnsupportedError: The epoch was started in another way than it is resumed.
             JoinError: The epoch has become shorter than its trained part.
         """
@@ -394,7 +394,7 @@ class JoinFitLoop(FitLoop):
             )
         try:
             fetcher.start()
-        except StopIteration as error:  # which would end the fit on this rank alone
+        except StopIteration as error:  # it would end the fit on this rank alone
             raise JoinError(
                 "A train dataloader ended before the position at which the checkpoint was written. In the resumed epoch"
                 " it must yield the same batches again."

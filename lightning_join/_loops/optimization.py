@@ -1,4 +1,4 @@
-"""Optimization: a real step, one without a loss, or a shadow step; weighted."""
+"""Optimization in a step with a loss, in one without a loss, and in a joined rank's step; losses are weighted."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lightning_join._compat import AutomaticOptimization, BatchNorm, ClosureResu
 from lightning_join._loops.user_code import NoStopIteration, shadow_step
 from lightning_join._strategy_protocol import JoiningStrategy, join_of, strategy_of
 
-# What the strategy's `training_step` returns for `None`, which Lightning refuses if there are several ranks.
+# The strategy's `training_step` returns this in place of `None`, which Lightning refuses if there are several ranks.
 NOTHING = object()
 
 
@@ -24,10 +24,10 @@ class _StepResult(ClosureResult):
 
 
 class JoinAutomaticOptimization(AutomaticOptimization):
-    """Lightning's automatic optimization, in which a joined rank has no `training_step`.
+    """Lightning's automatic optimization, in which a joined rank runs no `training_step`.
 
-    All that follows it (zero_grad, backward, clipping, the optimizer's step and every hook) is the same on all ranks,
-    also if `training_step` returned `None` and other ranks have a loss.
+    Everything after it (zero_grad, backward, clipping, the optimizer's step and every hook) runs alike on all ranks,
+    even if `training_step` returned `None` while other ranks have a loss.
     """
 
     output_result_cls = _StepResult
@@ -56,7 +56,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
         with join.loss_step():
             self._result = result = super()._training_step(kwargs)
         if result.closure_loss is not None and join.loss_factor != 1.0:
-            # The result's `loss`, which is what users see, is a copy made before.
+            # Users see the result's `loss`, a copy that was made before.
             result.closure_loss = result.closure_loss * join.loss_factor
         return result
 
@@ -70,7 +70,7 @@ class JoinAutomaticOptimization(AutomaticOptimization):
 
 
 def _merge_statistics(module: nn.Module, strategy: JoiningStrategy) -> None:
-    """Give all ranks the statistics of all ranks' batches; all ranks meet.
+    """Set BatchNorm's statistics on all ranks to those of all ranks' batches; all ranks meet.
 
     `StochasticWeightAveraging` ends with an epoch in which nothing is trained and each BatchNorm takes the plain
     average over its batches (`momentum=None`). Each rank has averaged over its own batches.
@@ -87,7 +87,7 @@ def _merge_statistics(module: nn.Module, strategy: JoiningStrategy) -> None:
 
 
 class JoinManualOptimization(ManualOptimization):
-    """Lightning's manual optimization, in which a joined rank repeats the training of the others' `training_step`."""
+    """Lightning's manual optimization, in which a joined rank mirrors the `training_step` of the active ranks."""
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         with join_of(self.trainer).around_step():
@@ -96,7 +96,7 @@ class JoinManualOptimization(ManualOptimization):
         return cast(dict[str, Any], loop.end_step(output, kwargs))
 
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
-        # Inside the code that suppresses it, else it would silently end one rank's step alone.
+        # Inside Lightning's code that suppresses the exception, which would silently end the step on this rank alone.
         with NoStopIteration():
             join = join_of(self.trainer)
             if join.joined and not join.runs_placeholders:

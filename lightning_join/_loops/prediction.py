@@ -11,7 +11,7 @@ from lightning_join._strategy_protocol import strategy_of
 
 
 class JoinPredictionLoop(InRounds, PredictionLoop):
-    """Lightning's prediction loop where ranks may have different numbers of batches, or none."""
+    """Lightning's prediction loop for ranks that may have different numbers of batches, or none."""
 
     _stage = RunningStage.PREDICTING
     _limits_name = "max_batches"

@@ -1,4 +1,4 @@
-"""Progress in an epoch, where a rank may learn later than Lightning asks whether a batch is the last."""
+"""Batch progress that finds out on access whether a batch is the last: a rank may learn it late."""
 
 import weakref
 from typing import Any
@@ -8,7 +8,7 @@ from torch_join.integration import Lockstep, setting
 
 
 class JoinBatchProgress(BatchProgress):
-    """Lightning's, which determines whether a batch is the last on access, and waits for other ranks only then."""
+    """Lightning's progress, but `is_last_batch` is determined on access, and waits for other ranks only then."""
 
     _join: weakref.ReferenceType[Lockstep] | None = None  # until it has answered
 
@@ -33,8 +33,8 @@ class JoinBatchProgress(BatchProgress):
         self._join = None
         vars(self)["is_last_batch"] = value
 
-    # States never wait: a signal handler may save a checkpoint while this rank would wait for another one's message.
-    # During a step it is not known to be the last one; after the step, it has been read.
+    # Saving a state never waits: a signal handler may save a checkpoint while another rank's message is missing. During
+    # a step the state says that it is not the last one; after the step, the value is known.
 
     def state_dict(self) -> dict[str, Any]:
         with setting(self, _join=None):

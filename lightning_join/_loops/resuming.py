@@ -1,4 +1,4 @@
-"""Checkpoints with every rank's position in its dataloaders, in jobs with another number of ranks."""
+"""Checkpoints with every rank's position in its dataloaders, also for jobs with a different number of ranks."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
-    """Return the same for another strategy's checkpoint, which has the states of rank 0's dataloaders."""
+    """Return such a state for another strategy's checkpoint, which has the states of rank 0's dataloaders."""
     rank_zero_only(JoinDataWarning.warn)(
         "A strategy that saves only rank 0's dataloaders wrote this checkpoint in the middle of an epoch. Every rank"
         " resumes from that state, so some batches may be trained on twice and others never. Resume from the end of an"
@@ -69,15 +69,15 @@ def why_unknown(record: dict[str, Any] | None) -> str:
 
 
 def is_dealt_anew(record: dict[str, Any], world_size: int) -> bool:
-    """Whether this number of ranks resumes an epoch of which another made steps, so that its length is no limit."""
+    """Whether a different number of ranks has run steps of the resumed epoch, so that its length is no limit."""
     return len(record["places"]) != world_size or any(place and place.get("deals") for place in record["places"])
 
 
 def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
-    """Prepare a checkpoint for one process, whose loops are Lightning's own, to resume from if it is `fitting`.
+    """Prepare a checkpoint for a single process, with Lightning's own loops, which resumes from it if `fitting`.
 
     Raises:
-        UnsupportedError: Several ranks have written it within an epoch.
+        UnsupportedError: Several ranks have written it in the middle of an epoch.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {})
     record = record_in(state.get("state_dict", {}))
@@ -89,7 +89,7 @@ def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
 
 
 def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: float) -> None:
-    """Raise for a checkpoint of other ranks from the middle of an epoch whose rest cannot be determined.
+    """Raise if a different number of ranks wrote a checkpoint in the middle of an epoch, and its rest is unknown.
 
     Args:
         record: The return value of `record_in`.
@@ -98,7 +98,7 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
         limit: The part of the dataloaders that is used.
 
     Raises:
-        UnsupportedError: It is such a checkpoint.
+        UnsupportedError: The rest is unknown.
     """
     world, places = len(record["places"]), record["places"]
     if not is_over and record["step"] and world_size > 1:
@@ -117,10 +117,10 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
 
 
 def check_limit(limit: float) -> None:
-    """Raise if the rest of an epoch that other ranks have started is limited.
+    """Raise if a limit applies to the rest of an epoch that a different number of ranks has started.
 
     Raises:
-        UnsupportedError: It is.
+        UnsupportedError: A limit applies.
     """
     if isinstance(limit, int) or limit != 1.0:
         raise UnsupportedError(

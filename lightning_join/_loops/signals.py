@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class JoinSignalConnector(SignalConnector):
-    """Shows Lightning a signal when all ranks know of it.
+    """Shows Lightning a signal once all ranks know of it.
 
-    Lightning's handlers broadcast, or save a checkpoint, on the ranks that got the signal, in the middle of anything.
-    Here the ranks exchange the signal at the loops' next meeting.
+    Lightning's handlers broadcast or save a checkpoint at once, wherever the code is, on the ranks that got the signal.
+    Here the ranks share the signal at the loops' next meeting.
     """
 
     signalled = False  # this rank has received a SIGTERM

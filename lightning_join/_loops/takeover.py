@@ -1,7 +1,7 @@
-"""Give the trainer's own loops the join classes, and give them Lightning's back.
+"""Gives the trainer's own loops the join classes, and later restores Lightning's classes.
 
-This assigns `__class__`: the loops' state, checkpoint keys, data sources and all references that callbacks hold to
-them stay Lightning's. New loop objects would lose those.
+This assigns `__class__`. So the loops keep their state, checkpoint keys and data sources, and callbacks keep valid
+references to them. New loop objects would lose these.
 """
 
 from typing import Any, cast
@@ -37,7 +37,7 @@ for its, ours in CLASSES.items():
 
 
 def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
-    """Give the loops of `trainer` the join classes; doing it again does nothing.
+    """Give the loops of `trainer` the join classes; a second call does nothing.
 
     Raises:
         UnsupportedError: A loop is of a user-defined class.
@@ -58,7 +58,7 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
 
 
 def give_back(trainer: "pl.Trainer") -> None:
-    """Give the loops of `trainer` Lightning's classes again; doing it again does nothing."""
+    """Give the loops of `trainer` Lightning's classes again; a second call does nothing."""
     plain = {ours: its for its, ours in CLASSES.items()}
     for part in (*_parts(trainer), *_results(trainer)):
         ours, its = type(part), plain.get(type(part), _compat.ResultCollection)

@@ -1,4 +1,4 @@
-"""Contexts that the loops put around user code, and what they need to know of it."""
+"""Contexts that the loops put around user code, and functions that find out which hooks it has."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -15,7 +15,7 @@ from torch_join.integration import setting
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
-    """Whether user code takes part in the transfer of a batch to the device; the same on all ranks."""
+    """Whether user code takes part in the transfer of a batch to the device; equal on all ranks."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     converter = type(trainer.precision_plugin).convert_input.__module__
@@ -37,7 +37,7 @@ def has_optimization_hooks(trainer: Any) -> bool:
 
 
 def shadow_step(trainer: Any) -> Tensor:
-    """Do on a joined rank what the others do in `training_step`, in the profiler that Lightning has around it."""
+    """Run a joined rank's counterpart of `training_step`, in the profiler that Lightning puts around that."""
     # PyTorchProfiler counts the steps by this name.
     with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.shadow_training_step"):
         return strategy_of(trainer).shadow_training_step()
@@ -59,7 +59,7 @@ class _Followed:
         update_wrapper(self, getattr(module, hook))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._end()  # the module is itself again for its own code
+        self._end()  # restores the module's hook before its own code runs
         return self._act(self.__wrapped__(*args, **kwargs))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
@@ -69,9 +69,9 @@ class _Followed:
 STOPPED = "A step or a hook raised StopIteration, usually from next() on an exhausted iterator."
 
 
-# No generator: contextlib would take our RuntimeError, caused by a StopIteration, for one that Python raised.
+# Not a generator: contextlib would mistake our RuntimeError, caused by a StopIteration, for one that Python raised.
 class NoStopIteration(ContextDecorator):
-    """Put around user code whose `StopIteration` would end the loop of this rank alone."""
+    """Wrap user code whose `StopIteration` would end the loop on this rank alone."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Several dataloaders side by side, as one in which a rank has a position."""
+"""Several dataloaders side by side, treated as one loader in which a rank has a position."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -14,13 +14,13 @@ from torch_join.integration import LoaderPlace, SideBySide, draws_globally, forg
 class Combined(SideBySide):
     """Lightning's combined loader, with the batches that it yields in each step.
 
-    Without a state, a position in it is found by reading again all that comes before.
+    Without a state, a position is restored by reading all batches before it again.
 
     Attributes:
         loaders: The dataloaders, in order.
     """
 
-    __slots__ = ("_combined",)  # objects that draw an order are searched for in attributes that are no slots
+    __slots__ = ("_combined",)  # a slot is hidden from the search for objects that draw an order, unlike attributes
     _remedy = "that shuffles by torch's default generator: give it one, `DataLoader(..., generator=torch.Generator())`"
 
     def __init__(self, combined: CombinedLoader) -> None:
@@ -47,10 +47,10 @@ class Combined(SideBySide):
 
 
 class StatefulCombined(Combined):
-    """The same if some of the dataloaders have a state with their position; the others start anew.
+    """A combined loader in which some dataloaders have a state with their position; the others start anew.
 
     Attributes:
-        stateless: The others.
+        stateless: The dataloaders without such a state.
     """
 
     __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
@@ -112,7 +112,7 @@ def states_in(place: LoaderPlace) -> list[Any]:
 
 
 def state_of(keeper: Any, states: Sequence[Any], cycled: Sequence[bool] = ()) -> Any:
-    """Return the opposite, for a position in a `place_keeper`'s return value; states are those of all that have one."""
+    """Return the state of a `place_keeper`'s return value from a list of states, as `states_in` returns it."""
     if not isinstance(keeper, Combined):
         return states[0]
     stateful = [part for part in keeper.loaders if hasattr(part, "load_state_dict")]

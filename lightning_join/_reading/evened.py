@@ -1,4 +1,4 @@
-"""The dataloaders with which Lightning sets a loop up: this rank's, but with the length of the longest rank's."""
+"""The dataloaders with which Lightning sets up a loop: this rank's own, with the length of the longest rank's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch_join.integration import setting
 
 
 class EvenedLoader:
-    """Stands for a dataloader: `isinstance` and access to attributes treat it as that one."""
+    """A stand-in for a dataloader: `isinstance` and access to attributes treat it as that dataloader."""
 
     def __init__(self, loader: Any, find_longest: Callable[[], int | float]) -> None:
         vars(self).update(own_loader=loader, find_longest=find_longest)
@@ -26,7 +26,7 @@ class EvenedLoader:
         return int(longest)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield nothing: a reader that is made in the setup does not iterate, and must not start anything."""
+        """Yield nothing: a reader that is made in the setup must not start the dataloader."""
         return iter(())
 
     def __getattr__(self, name: str) -> Any:
@@ -42,12 +42,12 @@ def evened(
     measure: Callable[[Sequence[Any]], Loaders],
     check: Callable[[Sequence[Loaders]], None] | None = None,
 ) -> Iterator[None]:
-    """Let Lightning set a loop up with the same lengths on all ranks; then the loop has this rank's dataloaders.
+    """Make Lightning set up a loop with the same lengths on all ranks; then the loop has this rank's dataloaders.
 
     Lightning takes all numbers of a loop from its dataloaders' lengths. When it reads the first length, all ranks
     exchange the lengths of all dataloaders that exist by then.
 
-    If Lightning waits for all ranks in the setup, they learn of one rank's failure.
+    If Lightning waits for all ranks in the setup, one rank's failure is reported to them.
 
     Args:
         loop: The loop.
@@ -61,7 +61,7 @@ def evened(
     process = strategy.process_dataloader
 
     def find_longest(place: int) -> int | float:
-        """Return the largest number of batches of any rank; all ranks meet, unless they have for this loader."""
+        """Return the largest number of batches of any rank; all ranks meet, unless they have met for this loader."""
         if place >= len(longest):
             everyone = exchange(strategy.channel, measure(loaders))
             longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
@@ -76,7 +76,7 @@ def evened(
         return named(loaders[-1], partial(find_longest, len(loaders) - 1))
 
     try:
-        # On the object: a strategy derived from ours may wrap the dataloader that ours returns.
+        # Set on the object, since a strategy derived from ours may wrap the dataloader that ours returns.
         with setting(strategy, sets_up=True, process_dataloader=stand_in):
             yield
     finally:

@@ -18,7 +18,7 @@ from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, R
 
 
 class _Begun:
-    """Stands for a dataloader whose iterator has been made."""
+    """A stand-in for a dataloader whose iterator exists already."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -31,7 +31,7 @@ class _Begun:
 
 
 class _RoundsFetcher(PrefetchDataFetcher):
-    """Reads no batch beyond its round, also if Lightning does not know that limit; and, if planned, none ahead."""
+    """Reads no batch beyond its round, even if Lightning does not know that limit; if planned, it reads none ahead."""
 
     rounds: Any
     is_planned = False
@@ -43,12 +43,12 @@ class _RoundsFetcher(PrefetchDataFetcher):
 
 
 def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
-    """Let the fetcher of an evaluation or a prediction follow its rounds, if it is one that reads batches.
+    """Make the fetcher of an evaluation or a prediction follow its rounds; return whether it reads batches at all.
 
     Args:
         fetcher: The fetcher.
         rounds: Its `Rounds`.
-        is_planned: Whether only limits count, since the lengths from which they follow are not known yet.
+        is_planned: Whether lengths are not known yet, so that only the limits of the rounds count.
     """
     if type(fetcher) is not PrefetchDataFetcher:
         return False
@@ -62,9 +62,9 @@ def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
 class ReadAheadFetcher(DataFetcher, Reader[Any]):
     """Reads ahead through Lightning's iterator, so that this rank knows one step ahead that its batches end.
 
-    The loader's iterator is made when the epoch's steps start, and not when Lightning requests it: that is twice in an
-    epoch that reloads its dataloaders, so that the first batches are lost, and before the sampler's epoch is set when
-    training is resumed.
+    The loader's iterator is made when the epoch's steps start, and not when Lightning requests it. Lightning does so
+    twice in an epoch that reloads its dataloaders, which would lose the first batches; and when training is resumed, it
+    does so before it sets the sampler's epoch.
 
     Attributes:
         limit: The number of batches that are used in an epoch, or their share.
@@ -124,7 +124,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         return self.said
 
     def _take_length(self) -> None:
-        """Take the number of this epoch's batches, limits included, from the dataloaders' lengths, if they have one.
+        """Set this epoch's number of batches by the dataloaders' lengths, if they have any, limits included.
 
         This is called when the iterator has been made, since some dataloaders plan an epoch's batches then, and again
         when the first batch has been read, since a generator starts then.
@@ -142,7 +142,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self.keeper = place_keeper(combined_loader)
 
     def start(self) -> None:
-        """Make the epoch's iterator, at the position where the epoch resumes, if it does.
+        """Make the epoch's iterator, at the position where the epoch resumes, if it is resumed.
 
         Raises:
             StopIteration: The loader ended before the position.
@@ -153,7 +153,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self._position = self.resuming.open(self.keeper, self._begin)
         self.taken = self.fetched  # Lightning's count, if no position has one
         if place is not None and not place["over"]:
-            anew = place["plan"] is not None  # others have dealt the rest out to these ranks
+            anew = place["plan"] is not None  # the rest of the epoch was split among these ranks
             self._skipped = 0 if anew else place["skipped"]
             self.taken = self.fetched = place["taken"] - self._skipped
             self.left = not anew and place["has_left"]
@@ -205,7 +205,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         return self._before(self.trained_on) if any(self._reserved) or self._ahead else self._read_so_far
 
     def fill(self, ahead: int = 2) -> int | None:
-        """Read until `ahead` batches are there or the loader ends.
+        """Read until `ahead` batches are in memory or the loader ends.
 
         Returns:
             The number of this epoch's batches, if this call reached the end; else `None`.
@@ -215,12 +215,12 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
     @property
     def _may_have_more(self) -> bool:
         """Whether the dataloaders may not have planned this epoch yet, so that their length is not final."""
-        if self._has_read or self.left or (self.rebalances and self.fetched > 0):  # what a plan counts on is not moved
+        if self._has_read or self.left or (self.rebalances and self.fetched > 0):  # a plan relies on these numbers
             return False
         return any(self.said.planned) and self.said.error is None
 
     def end_here(self) -> None:
-        """Leave no batch in the epoch that has been started."""
+        """End the epoch that has just been started, before its next batch."""
         self.length, self._has_read = self.fetched, True
 
     def take(self) -> Any:
@@ -234,18 +234,18 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """How many batches have not been taken, as far as the loader says."""
+        """The number of batches that have not been taken, according to the loader."""
         if self._ended:
             return len(self._ahead)
         return None if self.length is None else max(0, int(self.length) - self.taken)
 
     @property
     def is_certain(self) -> bool:
-        """Whether there can be no other number of batches than the loader says."""
+        """Whether the number of batches can only be the one that the loader reports."""
         return all(map(is_length_certain, self.combined_loader.flattened))
 
     def give(self) -> None:
-        """Note that from now on batches go to other ranks."""
+        """Record that from now on batches go to other ranks."""
         assert self._guard is not None
         self._guard.gives = True
 
@@ -267,7 +267,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         try:
             return self._guard.read([*chain(*self._reserved), *self._ahead], self._read_next)
         except StopIteration:
-            self.claimed = self.length if self.length != self.fetched else None  # for a batch that was `None`
+            self.claimed = self.length if self.length != self.fetched else None  # equal after a batch that was `None`
             raise
 
     def _read_next(self) -> Any:

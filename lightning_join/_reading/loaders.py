@@ -28,10 +28,10 @@ class Loaders:
 
     Attributes:
         limits: The number of batches to run per dataloader, infinite if unknown.
-        lengths: The same without a limit.
+        lengths: The numbers of batches without a limit.
         error: Why they cannot be run, if they cannot.
         certain: Whether a dataloader surely has as many batches as it reports.
-        planned: Whether one may report another number when it is iterated, as those that plan their batches anew do.
+        planned: Whether a dataloader may report another number once it is iterated, since it plans its batches anew.
         full: The size of a dataloader's batches, and how many of them surely have it; `None` if unknown.
         sharded: The size of each one's dataset, if Lightning's sampler takes this rank's share of it.
     """
@@ -85,7 +85,7 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
 
 
 def warn(everyone: Sequence[Loaders]) -> None:
-    """Warn of dataloaders that run, but probably not as the user intended."""
+    """Warn about dataloaders that run, but probably not as the user intended."""
     for place in range(len(everyone[0].sharded)):
         remedy = "Pass Trainer(use_distributed_sampler=False)"
         samples = [each.sharded[place] for each in everyone]
@@ -129,7 +129,7 @@ def check(everyone: Sequence[Loaders]) -> None:
 
 
 def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
-    """Return the number of batches of a loader whose parts are read side by side: that of the shortest, or longest."""
+    """Return the number of batches of a loader that reads its parts side by side: that of the shortest or longest."""
     if not limits:
         return 0
     return min(limits) if loader._mode == "min_size" else max(limits)

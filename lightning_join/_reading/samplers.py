@@ -11,7 +11,7 @@ from torch_join import UnpaddedDistributedSampler
 
 
 class InjectedRank(int):
-    """A rank that marks a sampler that was made with it as Lightning's, not the user's.
+    """A rank number by which a sampler is recognized as Lightning's, not the user's.
 
     Attributes:
         place: The final rank and number of ranks of the sampler, if different.
@@ -30,8 +30,8 @@ _UNPADDED = {DistributedSampler: UnpaddedDistributedSampler, DistributedSamplerW
 def mark_injected(kwargs: dict[str, Any], predicting: bool) -> None:
     """Mark the arguments of a sampler that Lightning is about to inject.
 
-    The sampler that it injects in `predict` has no padding, but cannot be made for a rank without a sample: it is made
-    for all samples and gets its rank later.
+    The sampler that it injects in `predict` has no padding, but cannot be made for a rank without a sample. So it is
+    made for all samples and gets its rank later.
     """
     rank, replicas = kwargs["rank"], kwargs["num_replicas"]
     kwargs["rank"] = InjectedRank(0 if predicting else rank)
@@ -43,7 +43,7 @@ def mark_injected(kwargs: dict[str, Any], predicting: bool) -> None:
 def without_padding(dataloader: object) -> object:
     """Remove the padding from the sampler of `dataloader` if Lightning has injected it.
 
-    In place, since a loader of a user-defined class may fail when it is made a second time.
+    This changes the sampler in place, since a loader of a user-defined class may fail when it is made a second time.
     """
     for sampler in _injected(dataloader):
         if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
@@ -58,10 +58,10 @@ def without_padding(dataloader: object) -> object:
 
 
 def _draw_alike(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
-    """Let all ranks deal out the same order of the samples: otherwise some would be missing, and others occur twice.
+    """Make all ranks split the samples in the same order: otherwise some would be missing, and others occur twice.
 
-    Lightning deals out the indices that a `RandomSampler` draws from this rank's random numbers, in another random
-    order, which is the same on all ranks: the latter is enough.
+    Lightning shuffles the indices that a `RandomSampler` draws from this rank's random numbers once more, alike on all
+    ranks, and splits them. The second shuffle alone is enough.
     """
     inner = wrapped_sampler(sampler)
     if not sampler.shuffle or type(inner) is not RandomSampler or inner.generator is not None or inner.replacement:
@@ -72,9 +72,9 @@ def _draw_alike(sampler: UnrepeatedDistributedSamplerWrapper) -> None:
 
 
 def is_dealt_out(loader: Any) -> bool:
-    """Whether a sampler deals a dataset out to the ranks, so that its indices refer to a dataset that all ranks have.
+    """Whether a sampler splits a dataset among the ranks, so that its indices refer to a dataset that all ranks have.
 
-    Those of torch, Lightning and this project do, and any other one that has a `rank` and `num_replicas`.
+    The samplers of torch, Lightning and this project do, and any other that has a `rank` and `num_replicas`.
     """
     return any(
         isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
@@ -95,7 +95,7 @@ def _samplers(loader: Any) -> Iterator[Any]:
 
 
 def sharded_samples(dataloader: object) -> int | None:
-    """Return the number of samples of which Lightning's sampler gives this rank a share, if it does."""
+    """Return the size of the dataset that Lightning's sampler splits among the ranks, if there is such a sampler."""
     return next((len(sampler.dataset) for sampler in _injected(dataloader)), None)  # type: ignore[arg-type]
 
 
