@@ -272,7 +272,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         strategy.around_step.enter_context(after_hook(self.trainer.lightning_module, last, leave))
 
     def _leave_if_told(self, batch: Any, response: Any) -> int | None:
-        """Let the ranks whose `on_train_batch_start` returned -1 join here; all ranks meet. Return -1 if all did."""
+        """Make ranks whose `on_train_batch_start` returned -1 join here; all ranks meet. Return -1 if all ranks did."""
         join, fetcher = join_of(self.trainer), self._fit_loop.fetcher
         leaves = response == -1 and not join.joined
         ranks = join.skip(leaves)

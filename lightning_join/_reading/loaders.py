@@ -73,7 +73,7 @@ def _full_batches(loader: Any) -> tuple[int, int] | None:
 
 
 def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
-    """Return for how many steps, from an epoch's start, all ranks surely have batches of the same size."""
+    """Return the number of steps, from an epoch's start, in which all ranks surely have batches of one size."""
     steps: list[int] = []
     for place in places:
         full = [each.full[place] for each in everyone]

@@ -96,7 +96,7 @@ class Steps:
         self._counts: list[int] = []  # each optimizer's number of groups when `_changing` was computed
 
     def begin(self) -> None:
-        """Note the hyperparameters at the start of a step."""
+        """Record the hyperparameters at the start of a step."""
         self.now = True
         self._begun += 1
         self._last = [*self._last[-1:], (self._begun, self._copies())]

@@ -25,7 +25,7 @@ class SyncedSteps:
         self.last = -1
 
     def end_gap(self, step: int) -> None:
-        """Note that this rank syncs in a step, but did not in the steps since the last sync."""
+        """Record that this rank syncs in a step, but did not in the steps since the last sync."""
         if len(self.gaps) < _MOST:
             self.gaps.append((self.last + 1, step))
             self.last = step

@@ -1,4 +1,4 @@
-"""Orders the streams of a device for gradients that do not come, since autograd then does not.
+"""Orders a device's streams if no gradient comes, since autograd orders them only for gradients that come.
 
 This relies on two facts. Autograd runs a node, with its hooks, on the stream that was current when it was made. At the
 end of a backward, the current stream waits for the streams of all nodes that accumulate gradients.

@@ -23,7 +23,7 @@ class FlatParamUnit:
     Args:
         fsdp: The wrapper.
         name: The name of its module.
-        init: Has FSDP initialize the model, if not done yet.
+        init: Makes FSDP initialize the model, if not done yet.
     """
 
     def __init__(self, fsdp: Any, name: str, init: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class FlatParamUnit:
         self._fsdp = fsdp
         self._handle = fsdp._handle
         self._init = init
-        self._others_differ = True  # joined ranks may hold more of it than their shards
+        self._others_differ = True  # joined ranks may hold more of the unit than their shards
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -53,7 +53,7 @@ class FlatParamUnit:
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`: also the views of the whole that a forward without a backward has left in their place."""
+        """See `Unit`; includes views of the whole that a forward without a backward has left in their place."""
         flat = self._handle.flat_param
         views = [view for view in flat._tensors or () if view is not None]
         return [flat, *(flat._params or ()), *(flat._shared_params or ()), *views]
@@ -242,7 +242,7 @@ class FlatParamUnit:
             handle._reset_flat_param_grad_info_if_needed()
             is_sharded = handle.uses_sharded_strategy and (flat.grad is None or flat.grad.size() == flat.size())
             if handle._use_orig_params and is_sharded and not hasattr(flat, "_saved_grad_shard"):
-                # FSDP takes over gradients that replaced its views only before the next gather, which is too late here.
+                # FSDP copies gradients that replaced its views only before the next gather, which is too late here.
                 handle._writeback_orig_params()
         return flat.grad  # type: ignore[no-any-return]
 
@@ -269,7 +269,7 @@ class FlatParamUnit:
                 continue
             if p.grad is None:
                 return True
-            if p.grad.untyped_storage().data_ptr() != here:  # FSDP may have taken it over, and keeps it until a gather
+            if p.grad.untyped_storage().data_ptr() != here:  # FSDP may have copied it, and keeps it until a gather
                 known = gradient.flatten()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
                 if not torch.equal(p.grad.flatten(), known):
                     return True

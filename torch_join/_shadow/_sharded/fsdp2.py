@@ -22,14 +22,14 @@ def _state(group: Any) -> str:
 
 
 def _is_pending(group: Any) -> bool:
-    """Whether it has been gathered for a module that has not run yet."""
+    """Whether a group has been gathered for a module that has not run yet."""
     return group._all_gather_result is not None
 
 
 class AnnouncedGroup:
-    """Replaces an `FSDPParamGroup`'s methods on an active rank: each one announces, then calls FSDP's.
+    """Replaces an `FSDPParamGroup`'s methods on an active rank: each one announces its action, then calls FSDP's.
 
-    It is also the object by which the group gathers, a hook of FSDP with `allocate` and a call. So a gather is
+    It is also the object by which the group gathers, an FSDP hook with `allocate` and `__call__`. So a gather is
     announced as soon as it is certain, before the copying, which takes time.
 
     Args:
@@ -38,8 +38,8 @@ class AnnouncedGroup:
         observer: Receives the announcements.
 
     Attributes:
-        others_differ: Whether joined ranks hold more of it than their shards.
-        target: The state after the last gather; unless it is a shard, joined ranks are in it.
+        others_differ: Whether joined ranks hold more of the unit than their shards.
+        target: The state after the last gather; joined ranks are in it, unless it is a shard.
     """
 
     def __init__(self, group: Any, index: int, observer: Observer) -> None:
@@ -55,7 +55,7 @@ class AnnouncedGroup:
         self.look()
 
     def look(self) -> None:
-        """Note the unit's state, which joined ranks share."""
+        """Record the unit's state, which joined ranks share."""
         self.others_differ, self.target = not self._group.is_sharded, _state(self._group)
 
     def replace(self) -> Callable[[], None]:
@@ -73,7 +73,7 @@ class AnnouncedGroup:
         )
 
     def unshard(self, *args: Any, **kwargs: Any) -> None:
-        """Gather, unless a gather is under way or done."""
+        """Gather, unless a gather is running or done."""
         try:
             if self._comm is None and _compat.will_gather(self._group):
                 self._begin_gather()
@@ -148,9 +148,9 @@ class AnnouncedGroup:
             self.look()
 
     def record_post_forward(self) -> None:
-        """Note that the unit's forward has run: the next backward prefetches in this order.
+        """Record that the unit's forward has run: the next backward prefetches in the order of the forwards.
 
-        Evaluation, in which ranks differ, must not leave anything in it.
+        An evaluation, in which ranks differ, must not change that order.
         """
         if torch.is_grad_enabled():
             self._own_record()
@@ -180,7 +180,7 @@ class ParamGroupUnit:
     Args:
         group: The `FSDPParamGroup`.
         name: The name of its module.
-        init: Has FSDP initialize the model, if not done yet.
+        init: Makes FSDP initialize the model, if not done yet.
 
     Raises:
         UnsupportedError: FSDP cannot run on its device.
@@ -205,7 +205,7 @@ class ParamGroupUnit:
 
     @property
     def registered(self) -> Sequence[Tensor]:
-        """See `Unit`: also when a forward without a backward has left the root whole, or a unit partly sharded."""
+        """See `Unit`; complete even if a forward without a backward leaves the root whole or a unit partly sharded."""
         return [
             tensor
             for p in self._group.fsdp_params

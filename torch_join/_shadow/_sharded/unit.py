@@ -1,9 +1,9 @@
 """A unit of a sharded model: the parameters that FSDP gathers, and whose gradients it reduces, at once.
 
-An active rank announces each gather, reduction and reshard of a unit just before it does it. A joined rank does the
-same with its own shard, using FSDP's own code: it gathers and discards the result, and reduces zeros, or the gradients
-that it accumulated without a sync while it was active. So division, casts, hybrid sharding, communication hooks and
-accumulation are FSDP's, and the shard's gradient is the one that every rank would have.
+An active rank announces each gather, reduction and reshard of a unit just before it starts. A joined rank repeats it
+with its own shard, using FSDP's own code: it gathers and discards the result, and reduces zeros, or the gradients that
+it accumulated without a sync while it was active. So division, casts, hybrid sharding, communication hooks and
+accumulation are FSDP's, and the shard gets the same gradient as on any rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ class Gather(NamedTuple):
 
     Attributes:
         before: The state of the parameters before it.
-        after: Their state after the phase that it belongs to.
+        after: Their state after the phase to which it belongs.
         phase: FSDP's name of that phase.
-        inference: Whether it runs in inference mode, where alone inference tensors can be written again.
+        inference: Whether it runs in inference mode, the only mode in which inference tensors can be written again.
         dtype: The dtype that is gathered; `None` if the unit itself knows it.
     """
 
@@ -64,13 +64,13 @@ class Observer(Protocol):
     """Receives announcements of what a unit is about to do with other ranks."""
 
     def is_quiet(self) -> bool:
-        """Whether no rank needs announcements, so that `around` would do nothing: on even inputs, for every unit."""
+        """Whether no rank needs announcements, so that `around` would do nothing: for every unit, on even inputs."""
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | str) -> AbstractContextManager[None]:
-        """Put around a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
+        """Wrap a `"gather"`, `"reduce"` or `"reshard"` of the unit with this index."""
 
     def before_backward(self) -> None:
-        """Prepare: a backward, or its next part, is about to change the unit's gradients."""
+        """Prepare for a backward, or its next part, which is about to change the unit's gradients."""
 
 
 class Unit(Protocol):
@@ -107,16 +107,16 @@ class Unit(Protocol):
         """The gradient that this rank has accumulated without a sync, for each parameter."""
 
     def hold(self, unsynced: Sequence[bool]) -> None:
-        """Set missing unsynced gradients of these parameters to zeros, since other ranks have some.
+        """Set missing unsynced gradients of these parameters to zeros, since other ranks have such gradients.
 
         So all ranks run the same number of reductions.
         """
 
     def watch(self, index: int, observer: Observer) -> Callable[[], None]:
-        """Announce to `observer`; return a function that ends it."""
+        """Announce the unit's actions to `observer`; return a function that ends this."""
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
-        """Multiply this rank's gradients in each backward, with `weigh`; return a function that ends it."""
+        """Multiply this rank's gradients in each backward, with `weigh`; return a function that ends this."""
 
     @property
     def place(self) -> tuple[int, int]:

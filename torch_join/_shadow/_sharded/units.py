@@ -30,7 +30,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a model, in the same order on all ranks.
 
     Raises:
-        UnsupportedError: A trained parameter is in none of them, or one of them is not sharded.
+        UnsupportedError: A trained parameter is in no unit, or a unit is not sharded.
     """
     is_first_generation(model)
     init = partial(_compat.init_roots, model)
@@ -42,7 +42,7 @@ def units_of(model: nn.Module) -> list[Unit]:
             units += [unit for key, unit in found.items() if key not in seen]
             seen |= found.keys()
         elif isinstance(module, _compat.FullyShardedDataParallel) and module._handle is not None:
-            if not module._handle.uses_sharded_strategy and module._handle.world_size > 1:  # FSDP's own for one rank
+            if not module._handle.uses_sharded_strategy and module._handle.world_size > 1:  # FSDP sets it for one rank
                 raise UnsupportedError(
                     f"{name or 'The model'} is a FullyShardedDataParallel under NO_SHARD, which torch has deprecated."
                     " Use DistributedDataParallel, which shards as little."
