@@ -1,4 +1,4 @@
-"""The methods of an accelerator that differ in the context."""
+"""The accelerator's methods that behave differently in the context."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ _Method = Callable[..., Any]
 
 
 def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
-    """Make a method first end a loop over `join_batches` that was left, and then run as outside of one.
+    """Make a method first finish a `join_batches` loop that was left, and then run as outside the context.
 
     Args:
         method: The method in the context.
@@ -29,7 +29,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Also if it ended after the method was looked up: `accelerator.save(accelerator.unwrap_model(model))`.
+        # The loop may also have ended after the lookup: `accelerator.save(accelerator.unwrap_model(model))`.
         if own_loops.finish(self, at_end=at_end) or not isinstance(self, _InContext):
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
 def _own(
     name: str, within: Callable[[Operations], AbstractContextManager[Any]] = nullcontext, at_end: bool = False
 ) -> _Method:
-    """Return Accelerate's method of this name, inside a context of the operations."""
+    """Return a method that calls Accelerate's method of this name inside the context `within`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with within(self._operations):
@@ -51,7 +51,7 @@ def _own(
 
 
 def _operation(name: str) -> _Method:
-    """Return the operation of this name, which replaces Accelerate's method."""
+    """Return a method that calls the method of `Operations` with this name instead of Accelerate's."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._operations, name)(*args, **kwargs)
@@ -61,11 +61,11 @@ def _operation(name: str) -> _Method:
 
 
 class _InContext:
-    """The methods of an accelerator that differ in the context; a base before its own class."""
+    """Methods that override the accelerator's in the context; a base class before the accelerator's own class."""
 
     _operations: ClassVar[Operations]
 
-    # Their errors name the failed rank, as no `with` may see them.
+    # Their errors name the failed rank here, because a `join_batches` loop has no `with` that could do it.
     backward = _own("backward", Operations.naming_failures)
     clip_grad_norm_ = _own("clip_grad_norm_", Operations.naming_failures)
     clip_grad_value_ = _own("clip_grad_value_", Operations.naming_failures)
@@ -110,7 +110,7 @@ class _InContext:
 
     @_after_the_loop
     def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._operations.driver.return_to_loop()  # the returned model must have the last state: it is mostly saved
+        self._operations.driver.return_to_loop()  # hands over the latest state: callers usually save this model
         return super().unwrap_model(*args, **kwargs)  # type: ignore[misc]
 
     @staticmethod
@@ -129,7 +129,7 @@ def gather_in_order(
     rank: int | None = None,
     order: Literal["dataset", "shards"] | None = None,
 ) -> Any:
-    """Return all processes' results for their samples, in order; all processes call it, after a loop.
+    """Return the results of all processes, in order; all processes call this after a loop.
 
     ```python
     rows, indices = [], []
@@ -139,9 +139,9 @@ def gather_in_order(
     everything = gather_in_order(accelerator, rows, indices)
     ```
 
-    With indices, rows are in the order of their indices, and each index occurs once: the lowest process's first row.
-    (With `even_batches=True`, Accelerate gives some samples to two processes.) With `order="shards"`, rows are in order
-    of processes, and for each process in order of its indices, or of its batches.
+    With indices, rows are sorted by index, and each index occurs once: the lowest process's first row counts. (With
+    `even_batches=True`, Accelerate gives some samples to two processes.) With `order="shards"`, rows are sorted by
+    process, and within each process by index, or by batch if there are no indices.
 
     Args:
         accelerator: The accelerator.
@@ -156,8 +156,8 @@ def gather_in_order(
 
     Raises:
         JoinValueError: On all processes, if some process's rows cannot be joined; or if there are no indices and no
-            `order`, although a prepared loader deals out a dataset.
-        JoinError: Some processes have run out of batches, and others have not.
+            `order`, although a prepared loader splits one dataset among the processes.
+        JoinError: Some processes have run out of batches while others have not.
     """
     own_loops.finish(accelerator)
     if isinstance(accelerator, _InContext):
@@ -168,7 +168,7 @@ def gather_in_order(
 
 @contextmanager
 def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) -> Iterator[None]:
-    """Within, the methods of `accelerator` and its gradient state take the other ranks into account."""
+    """In this context, make the methods of `accelerator` and its gradient state consider all ranks."""
 
     def end_of_dataloader(state: GradientState) -> bool:
         """Whether this is the last step of the longest rank."""
@@ -176,7 +176,7 @@ def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) 
         return loader is not None and loader is operations.progress.find_loader() and operations.driver.find_last_step()
 
     def remainder_of(state: GradientState) -> int:
-        """The number of new samples in the last step, if others in it occur for the second time."""
+        """The number of new samples in the last step, if that step also repeats samples."""
         return -1 if state.active_dataloader is None else remainder(state.active_dataloader)
 
     own = type(accelerator)

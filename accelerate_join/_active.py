@@ -1,7 +1,7 @@
-"""Accelerate's gathers and reductions over the ranks that have a batch, each with any number of rows.
+"""Accelerate's gathers and reductions over the active ranks, each with any number of rows.
 
-Accelerate gathers tensors of one shape from all processes. Here ranks that have joined take part with no rows, so that
-the result holds the active ranks' rows.
+Accelerate gathers tensors of one shape from all processes. Here joined ranks contribute no rows, so the result holds
+only the active ranks' rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ _MAIN = 0
 
 
 class ActiveOperations:
-    """The actions of a `Participant` for these operations, on an active rank and on one that has joined."""
+    """The actions of a `Participant` for these operations, on active and on joined ranks."""
 
     kinds: ClassVar[dict[str, Any]] = {
         "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
         "gather_object": bool,
     }
-    for_metrics = False  # whether the gather is, so that a rank that misses some of it is warned
+    for_metrics = False  # whether the gather is for metrics: then joined ranks warn that they miss it
     _device: torch.device
     # Attributes of a `Participant`.
     driver: Any
@@ -39,21 +39,21 @@ class ActiveOperations:
 
     @property
     def active(self) -> Sequence[int]:
-        """The ranks whose data take part."""
+        """The ranks whose data are gathered, broadcast and reduced."""
         raise NotImplementedError
 
     def are_over(self) -> bool:
-        """Whether this call is outside of the participant's scope, where Accelerate's own functions apply again."""
+        """Whether the context has ended, so that Accelerate's own functions must be called."""
         return False
 
     def before_gather(self, name: str) -> None:
         """Called before an active rank gathers."""
 
     def note_missed(self, for_metrics: bool) -> None:
-        """Called on a rank that has joined, which does not see what the others gather."""
+        """Called on a joined rank, which does not receive the gathered data."""
 
     def replacing(self) -> AbstractContextManager[None]:
-        """Within, Accelerate's functions call these methods."""
+        """In this context, Accelerate's functions call these methods."""
         return _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce)
 
     def gather(self, data: Any) -> Any:
@@ -72,7 +72,7 @@ class ActiveOperations:
         self.before_gather("accelerator.gather")
         if self.members.rank not in self.active:  # it runs a placeholder
             tensors = [tensor[:0] for tensor in tensors]
-        # A rank that has joined takes part with no rows of these.
+        # Joined ranks gather tensors like these with no rows.
         self.announce("gather", ([(t.shape[1:], t.dtype, t.device.type) for t in tensors], self.for_metrics))
         with self.tail_log.own_collectives():
             gathered = iter(self._gather(tensors))
@@ -98,13 +98,13 @@ class ActiveOperations:
         return [item for rank in self.active for item in everyone[rank]]
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
-        """Send the data of rank `src` to all ranks, or those of the lowest active rank if `src` has joined."""
+        """Broadcast from rank `src`, or from the lowest active rank if `src` has joined."""
         if self.are_over():
             return own(data, src=src)
         return own(data, src=src if src in self.active else self.active[0])
 
     def reduce(self, own: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Reduce over the active ranks: others add nothing, and do not count in a mean."""
+        """Reduce over the active ranks; joined ranks contribute nothing and do not count in a mean."""
         world_size = self.members.world_size
         count = world_size if self.are_over() else len(self.active)
         if count == world_size:
@@ -130,7 +130,7 @@ class ActiveOperations:
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
         mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
-        # Over the channel, so that no rank waits for its device.
+        # Exchanged over the channel, so that no rank waits for its device.
         everyone = self.tail_log.channel.gather(mine, of=tuple[int, list[int]])
         if any(kinds_there != mine[0] for kinds_there, _ in everyone):
             raise JoinError(

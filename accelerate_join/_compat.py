@@ -23,31 +23,31 @@ SEEN = "1.5 to 1.15"
 
 
 def parallelism(accelerator: accelerate.Accelerator) -> Any:
-    """Return its `ParallelismConfig`, if it has one (from 1.10 on)."""
+    """Return the accelerator's `ParallelismConfig`, or `None`; versions before 1.10 have none."""
     return getattr(accelerator, "parallelism_config", None)
 
 
 _Prepared: TypeAlias = Callable[[accelerate.Accelerator], list[Any]]
-# The objects that an accelerator has prepared, or was given for its checkpoints.
+# The objects that were prepared by an accelerator or registered for its checkpoints.
 loaders: _Prepared = attrgetter("_dataloaders")
-models: _Prepared = attrgetter("_models")  # sharded ones as they are called, others mostly unwrapped
+models: _Prepared = attrgetter("_models")  # sharded models as the loop calls them, others mostly unwrapped
 optimizers: _Prepared = attrgetter("_optimizers")  # each as an `AcceleratedOptimizer`
 schedulers: _Prepared = attrgetter("_schedulers")  # each as an `AcceleratedScheduler`
 registered: _Prepared = attrgetter("_custom_objects")
 
 
-# By accelerator: the objects prepared before the last search for wrappers, and the wrappers found.
+# By accelerator: the objects that were prepared before the last search, and the wrappers that it found.
 _searched: WeakKeyDictionary[Any, tuple[list[ref[Any]], WeakSet[DistributedDataParallel]]] = WeakKeyDictionary()
 
 
 def wrappers(
     accelerator: accelerate.Accelerator, is_trained: Callable[[Any], bool]
 ) -> list[tuple[Any, list[DistributedDataParallel]]]:
-    """Return each prepared model, and its wrappers.
+    """Return each prepared model with its DDP wrappers.
 
-    `accelerator` itself keeps only the inner modules, except for models that were prepared twice. So the wrappers are
-    searched among all objects: once, until something is prepared, or a wrapper that is trained is gone. Older versions
-    wrap a model again when it is prepared for the second time.
+    `accelerator` keeps only the inner modules, except for models that were prepared twice. So this function searches
+    all objects of the process. It repeats the search only if another object was prepared, or if the wrapper of a
+    trained model is gone. Older versions wrap a model again when it is prepared a second time.
     """
     unwrapped = [getattr(model, "_orig_mod", model) for model in models(accelerator)]
     prepared = [*models(accelerator), *optimizers(accelerator)]
@@ -69,12 +69,12 @@ def forget_search(accelerator: accelerate.Accelerator) -> None:
 
 
 def _all_wrappers() -> Iterator[DistributedDataParallel]:
-    """Yield the DDP models of the process, found by references to their classes: that is faster than a loop."""
+    """Yield the DDP models of the process. Finding them by references to their classes is faster than a loop."""
     kinds = [DistributedDataParallel]
-    for kind in kinds:  # it grows in the loop
+    for kind in kinds:  # the loop extends this list
         kinds += kind.__subclasses__()
     for thing in gc.get_referrers(*kinds):
-        # A model whose construction failed has no reducer: it may live on in a traceback, as in a notebook.
+        # A model whose construction failed has no reducer; a traceback may keep it alive, as in a notebook.
         if type(thing) in kinds and "reducer" in vars(thing):
             yield thing
 
@@ -85,18 +85,18 @@ def overflows(accelerator: accelerate.Accelerator) -> list[bool]:
 
 
 def set_overflows(accelerator: accelerate.Accelerator, values: list[bool]) -> None:
-    """Set what `overflows` returns."""
+    """Set the values that `overflows` returns."""
     for optimizer, value in zip(optimizers(accelerator), values, strict=True):
         optimizer._is_overflow = value
 
 
 def has_prepared(thing: Any) -> bool:
-    """Whether Accelerate considers a model or a loader as prepared."""
+    """Whether Accelerate considers a model or a loader prepared."""
     return bool(getattr(thing, "_is_accelerate_prepared", False))
 
 
 def take_as_prepared(loader: Any) -> None:
-    """Let Accelerate keep a loader as one that it has prepared, and not shard it."""
+    """Mark a loader as prepared, so that Accelerate keeps it without sharding it."""
     vars(loader)["_is_accelerate_prepared"] = True
 
 
@@ -105,20 +105,20 @@ def forget_prepared(model: torch.nn.Module) -> None:
     vars(model).pop("_is_accelerate_prepared", None)
 
 
-# Returns all ranks' tensors of one shape, concatenated: Accelerate's own function, even if it is replaced.
+# Concatenates tensors of one shape from all ranks: Accelerate's own function, even while it is replaced.
 gather: Callable[[Any], Any] = operations._gpu_gather
 
 
 def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Return Accelerate's `__iter__`, which also works for loaders without batches.
+    """Wrap Accelerate's `__iter__` so that it also works for loaders without batches.
 
-    For such a loader, versions before 1.15 yield a `None`, before they have any `current_batch`, and then fail.
+    For such a loader, versions before 1.15 yield `None` before they set `current_batch`, and then fail.
     """
 
     def iterate(loader: Any) -> Iterator[Any]:
         iterator: Any = own_iter(loader)
         for first in iterator:
-            # No variable holds the generator's frame, which keeps all frames above it alive (Python 3.13).
+            # Do not store the generator's frame in a variable: it keeps all frames above it alive (Python 3.13).
             is_own = "current_batch" in iterator.gi_frame.f_code.co_varnames  # these are generators
             if is_own and "current_batch" not in iterator.gi_frame.f_locals:
                 loader.end()
@@ -130,9 +130,9 @@ def without_none(own_iter: Callable[[Any], Iterator[Any]]) -> Callable[[Any], It
 
 
 def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> AbstractContextManager[None]:
-    """Replace, in a loop over `loader` that starts inside, the batches of the loader that it has wrapped.
+    """Replace the batches of the loader that `loader` wraps, in loops that start in this context.
 
-    Accelerate calls that loader's `__iter__` by name, once, when its first batch is requested.
+    Accelerate calls the wrapped loader's `__iter__` by name once, when its first batch is requested.
     """
     return setting(loader.base_dataloader, __iter__=batches)
 
@@ -144,11 +144,11 @@ def operations_replaced(
     broadcast: Callable[..., Any],
     reduce: Callable[..., Any],
 ) -> Iterator[None]:
-    """Replace the implementations of Accelerate's operations of these names, also where they were imported.
+    """Replace the implementations of these Accelerate operations, also for code that has already imported them.
 
     `broadcast` and `reduce` get Accelerate's own function as their first argument.
     """
-    # There is no private function behind `reduce`: the function that it wraps is replaced.
+    # `reduce` has no private implementation, so the function that its decorator wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     with (
@@ -164,7 +164,7 @@ def operations_replaced(
 
 
 def state_file(index: int) -> str:
-    """Return the file to which `save_state` writes the state of a stateful loader, in its folder."""
+    """Return the name of the file in which `save_state` stores the state of a stateful loader."""
     return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
 
 
@@ -174,13 +174,13 @@ def unsaved(loader: Any) -> AbstractContextManager[None]:
 
 
 def acting_for_main() -> AbstractContextManager[None]:
-    """Let this process do what only the main process does."""
+    """Make this process act as the main process."""
     return setting(PartialState(), process_index=0, local_process_index=0)
 
 
 @contextmanager
 def active_loader(loader: Any) -> Iterator[None]:
-    """Within, Accelerate asks `loader` whether it has ended."""
+    """In this context, make `loader` Accelerate's active loader, which knows whether its loop is at the end."""
     state = GradientState()
     state._add_dataloader(loader)
     try:

@@ -17,21 +17,21 @@ from torch_join.integration import check_names, setting
 
 SEEN = "4.57 and 5.24"
 
-# Attributes in which trainers record their steps, for `log`: those of TRL, of sentence-transformers.
+# Attributes in which the trainers of TRL and sentence-transformers collect values for `log`.
 KEPT = ("_metrics", "_total_train_tokens", "accum_loss_components")
-# Trainers that generate, score and gather in `_prepare_inputs`, in which a rank without a batch takes no part.
+# Trainers that generate, score and gather in `_prepare_inputs`, which a rank without a batch does not call.
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
-# Packages of trainers whose `__init__` reads the first sample of each dataset.
+# Packages whose trainers read the first sample of each dataset in `__init__`.
 LOOKING = ("trl",)
 
 
 def looks_at_samples(trainer: Any) -> bool:
-    """Whether a trainer cannot be made with a dataset of no samples."""
+    """Whether this trainer's `__init__` fails with an empty dataset."""
     return any(base.__module__.partition(".")[0] in LOOKING for base in type(trainer).__mro__)
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch, as Trainer determines it, or that of a list in it if it has no tensor."""
+    """Return the number of rows in a batch as Trainer finds it, or its first list's length if it has no tensor."""
     found: int | None = find_batch_size(batch)  # type: ignore[no-untyped-call]
     lists = batch.values() if isinstance(batch, Mapping) else [batch]
     return next((len(each) for each in lists if isinstance(each, list)), None) if found is None else found
@@ -42,7 +42,7 @@ skip_first_batches: Callable[[Any, int], Any] = hf.skip_first_batches  # type: i
 
 
 def skipping(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:
-    """Within, Trainer calls this function to skip the batches that were trained on before a checkpoint."""
+    """In this context, Trainer calls `skip` to skip the batches that were trained on before a checkpoint."""
     return setting(hf, skip_first_batches=skip)
 
 
@@ -52,14 +52,14 @@ def steps_in(folder: str) -> int:
 
 
 def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
-    """Raise if a trainer cannot resume after epochs with another number of steps.
+    """Raise if this trainer cannot resume after epochs that had a different number of steps.
 
     Args:
         trainer: The trainer.
-        has_other_ranks: Whether another number of ranks is the reason, rather than other data.
+        has_other_ranks: Whether the number of ranks has changed, rather than the data.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: The trainer cannot resume.
     """
     if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
         raise UnsupportedError(
@@ -76,10 +76,10 @@ def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
 
 
 def refuse_to_resize(folder: str, world_size: int) -> None:
-    """Raise if another number of ranks has written a checkpoint within an epoch that records no positions.
+    """Raise if a checkpoint without positions was written in mid-epoch by a different number of ranks.
 
     Raises:
-        UnsupportedError: It has.
+        UnsupportedError: It was.
     """
     state = Path(folder, hf.TRAINER_STATE_NAME)
     writers = len([*Path(folder).glob("rng_state_*.pth")]) or int(Path(folder, "rng_state.pth").exists())

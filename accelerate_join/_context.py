@@ -1,4 +1,4 @@
-"""The three ways into the context: a `torch_join.Join` around the objects that an accelerator has prepared."""
+"""The three entry points of the context: a `torch_join.Join` around the objects that an accelerator has prepared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -56,13 +56,13 @@ def join_uneven_inputs(
             ...
     ```
 
-    All objects that `accelerator` has prepared take part. A process that has run out of batches serves the others at
-    the end of its loader; then all processes leave the loop together, in the state of the last one.
+    All objects that `accelerator` has prepared take part. A process that runs out of batches serves the others at the
+    end of its loader. All processes then leave the loop together, with the state of the last active process.
 
     Args:
         accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
-        joinables: Further objects that take part: torch `Joinable`s and anything with `state_dict` and
-            `load_state_dict`; prepared models and optimizers may be among them.
+        joinables: Further objects that take part: torch `Joinable`s and objects with `state_dict` and
+            `load_state_dict`. The list may include prepared models and optimizers.
         even_batches: Overrides this setting of prepared loaders in the context; `None` leaves it unchanged.
         **options: The keyword arguments of `torch_join.Join`: `weighting`, `throw_on_early_termination`, `may_break`,
             `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`,
@@ -70,12 +70,12 @@ def join_uneven_inputs(
             hooks.
 
     Returns:
-        The context, which yields the `torch_join.Join`: its `batches` takes loaders that Accelerate has not prepared.
+        The context, which yields a `torch_join.Join`. Its `batches` takes loaders that Accelerate has not prepared.
 
     Raises:
-        UnsupportedError: Accelerate uses none of DistributedDataParallel, FSDP and DeepSpeed; or it accumulates
+        UnsupportedError: Accelerate does not use DistributedDataParallel, FSDP or DeepSpeed; or it accumulates
             gradients while `weighting` is a function.
-        JoinError: A prepared model has several wrappers, so that it is unknown which one the loop calls.
+        JoinError: A prepared model has several wrappers, so it is unclear which one the loop calls.
         JoinTypeError: An argument is unknown, and no hook takes it.
     """
     return _context(accelerator, joinables, even_batches, **options)
@@ -89,7 +89,7 @@ def _context(
     is_one_loop: bool = False,
     **options: Any,
 ) -> Iterator[Join]:
-    """See `join_uneven_inputs`; `is_one_loop` if the context contains just one loop, which goes through `Join`."""
+    """Implement `join_uneven_inputs`; `is_one_loop` means that it contains one loop, which goes through `Join`."""
     own_loops.finish(accelerator, also_held=True)
     distributed = check_supported(accelerator)
     given = [] if joinables is None else listed(joinables)
@@ -155,26 +155,26 @@ def join_batches(
     ```
 
     The context ends with the loop. After a `break`, it ends at the next operation that communicates with other
-    processes, or that saves, reads or prepares a model, at `end_training`, or at the end of the process.
+    processes, or that saves, reads or prepares a model. At the latest it ends at `end_training` or with the process.
 
     Args:
         accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
         loader: A prepared loader, or any other iterable.
         joinables: As in `join_uneven_inputs`.
         even_batches: As in `join_uneven_inputs`.
-        own_shards: Whether the loader is over this process's own data: then it raises if the loader was prepared
-            without `own_shards=True`, and so is a share of that.
+        own_shards: Whether the loader reads this process's own data. If it was then prepared without `own_shards=True`,
+            it raises, because Accelerate has split it among the processes.
         **options: The other arguments of `join_uneven_inputs`.
 
     Returns:
-        This process's batches, to loop over once.
+        An iterable over this process's batches, for one loop.
 
     Raises:
         JoinValueError: See `own_shards`.
 
     Limits:
-        An exception that is caught outside of the loop, so that the process continues, looks like a `break`: use the
-        `with`, which raises on the other processes. An exception that ends the process reaches them anyway.
+        An exception that you catch outside the loop looks like a `break` to the other processes. To raise on them, use
+        the `with`. An exception that ends the process always reaches them.
     """
     if own_shards and is_prepared(loader) and deals_out(cast(Any, loader)):
         raise JoinValueError(
@@ -186,7 +186,7 @@ def join_batches(
         loader,
         partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **options),
         lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
-        check_supported(accelerator),  # in a single process no other one waits
+        check_supported(accelerator),  # a single process has nobody to wait for
         "accelerator.end_training()",
     )
 
@@ -198,9 +198,9 @@ def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """Accelerate's `Accelerator`, in which `join_uneven_inputs` is replaced, and `join_batches` added."""
+    """Accelerate's `Accelerator` with an exact `join_uneven_inputs`, and with `join_batches` and `gather_in_order`."""
 
-    # The functions, with `self` as their accelerator.
+    # These functions take `self` as their accelerator.
     join_uneven_inputs = join_uneven_inputs
     join_batches = join_batches
     gather_in_order = gather_in_order
@@ -220,7 +220,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 break
         ```
 
-        In a loop, all processes that have a batch call it at the same step, and meet there. After the loop, it returns
+        In a loop, all active processes call it in the same step, because they communicate. After the loop, it returns
         the loop's answer again: see `torch_join.Join.stop_requested`. Save in the loop's body: after a `break`, the
         position that Accelerate saves is the start of the epoch. From the first call until `end_training`, these
         signals no longer end the processes.
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             super().load_state(*args, **kwargs)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Call Accelerate's method, and note that there is another wrapper."""
+        """Call Accelerate's method, and let the next search find the new wrapper."""
         _compat.forget_search(self)
         return super().prepare_model(*args, **kwargs)
 
@@ -257,7 +257,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
         Args:
             *objects: Models, optimizers, schedulers and loaders.
-            own_shards: Whether these loaders are over each process's own data, which is then not sharded again.
+            own_shards: Whether these loaders read each process's own data, so that Accelerate does not shard them.
             **kwargs: Accelerate's own arguments.
         """
         with setting(self, _own_shards=own_shards):
@@ -286,10 +286,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             self.prepare_data_loader(loader)
 
     def end_training(self) -> None:
-        """Finish a loop over `join_batches` that was left, and call Accelerate's method.
+        """Finish a `join_batches` loop that was left, and call Accelerate's method.
 
         Raises:
-            JoinError: A process that had run out of batches did not learn of the end, and starts another loop.
+            JoinError: A process that had run out of batches missed the end of training and starts another loop.
         """
         own_loops.finish(self, at_end=True)
         own_loops.end(self)
@@ -297,12 +297,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         super().end_training()
 
 
-# By accelerator: a signal counts in all of its loops.
+# One object per accelerator, because a signal applies to all of its loops.
 _signals: WeakKeyDictionary[accelerate.Accelerator, StopSignals] = WeakKeyDictionary()
 
 
 def stop_signals(accelerator: accelerate.Accelerator) -> StopSignals:
-    """Return the signals that ask an accelerator's processes to stop."""
+    """Return the stop signals of an accelerator's processes."""
     return _signals.setdefault(accelerator, StopSignals(lasts=True))
 
 
@@ -313,7 +313,7 @@ class _Join(Join):
         """Iterate over `loader` as in `torch_join.Join`; a prepared loader is returned unchanged.
 
         Raises:
-            JoinValueError: A prepared loader comes with a `placeholder`.
+            JoinValueError: A `placeholder` is passed for a prepared loader.
         """
         if is_prepared(loader) and options.get("placeholder") is not None:
             raise JoinValueError(
@@ -330,14 +330,14 @@ class AcceleratorContext:
 
     Attributes:
         join: The `Join` that users get.
-        operations: The operations that go through Accelerate's own functions.
+        operations: Accelerate's operations, adapted to joined ranks.
     """
 
     operations: Operations
 
     def __init__(self, accelerator: accelerate.Accelerator, given: Sequence[Any], enable: bool, **options: Any) -> None:
         self._accelerator = accelerator
-        self._began: dict[int, int] = {}  # by loader, the step at which it started
+        self._began: dict[int, int] = {}  # the step at which each loader's loop started
         self._mixes = False
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, [*given, *_compat.registered(accelerator)])):
@@ -364,16 +364,16 @@ class AcceleratorContext:
 
     def iterate(self, own_iter: Callable[[PreparedLoader], Iterator[Any]], loader: PreparedLoader) -> Iterator[Any]:
         """Yield the batches of `loader`; all ranks leave the loop together, in the same state."""
-        if own_loops.finish(self._accelerator):  # this loop is none of the context's
+        if own_loops.finish(self._accelerator):  # the context has ended, so this loop is outside it
             yield from loader
             return
         reader = self._driver.reader
-        if reader is not None and reader.pulling:  # in a loop over something that holds it, such as a zip
+        if reader is not None and reader.pulling:  # the loop is over an object that contains it, such as a zip
             yield from own_iter(loader)
         else:
             counts = self._driver.counts
             gives = self._driver.options.rebalance
-            readers: list[Any] = []  # the loop's
+            readers: list[Any] = []  # the reader of this loop, once it exists
 
             def trained_on() -> int:
                 return readers[0].trained_on if readers else 0
@@ -384,23 +384,23 @@ class AcceleratorContext:
                 for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
                     readers = readers or [self._driver.reader]
                     if (placeholders := self._driver.placeholders) is not None and placeholders.joined:
-                        # As on a rank with a batch: Accelerate's own loop has ended, and counted this epoch.
+                        # Look like an active rank: here Accelerate's own loop has ended, and has counted the epoch.
                         with _compat.active_loader(loader), setting(loader, iteration=iteration):
                             yield batch
                     else:
                         note_batch()
                         yield batch
                 if self._driver.options.placeholder is not None and hasattr(loader, "iteration"):
-                    loader.iteration = iteration + 1  # Accelerate does not count it without a batch
+                    loader.iteration = iteration + 1  # Accelerate does not count an epoch without batches
 
     def note_epoch(self, loader: Any) -> None:
-        """Note that user code on this rank starts to iterate over a loader that Accelerate has not prepared."""
+        """Record that this rank starts a loop over a loader that Accelerate has not prepared."""
         steps = self._driver.plain_steps
         self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
         self._began[id(loader)] = steps
 
     def warn_of_mixed_epochs(self) -> None:
-        """Warn, on a process that ran out before others, that its epochs and theirs were not the same."""
+        """Warn, on a process that ran out early, that its epochs did not coincide with those of the other processes."""
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
                 f"Rank {self._driver.members.name} finished before others, and had iterated over a DataLoader that"

@@ -1,8 +1,8 @@
 """Accelerate's loaders inside the context: loops over them go through `Join`.
 
-This module relies on the following contract: a prepared loader's `__iter__` is a generator that reads one batch
-ahead, and sets `end_of_dataloader` before it yields its last batch. So this module need not read ahead.
-(The loader's class cannot be exchanged: `__class__` is a property that returns the wrapped loader's class.)
+It relies on this contract: a prepared loader's `__iter__` is a generator that prefetches one batch, and sets
+`end_of_dataloader` before it yields its last batch. So this module need not prefetch. (A loader's class cannot be
+exchanged: its `__class__` is a property that returns the wrapped loader's class.)
 """
 
 import copy
@@ -54,20 +54,20 @@ class PreparedReader(Reader[Any]):
 
     Args:
         own_iter: Accelerate's own `__iter__` of the loader's class.
-        counts: Whether batches are counted, before Accelerate places them on a device.
-        is_at_end: Whether this rank has no batch left in a resumed epoch.
+        counts: Whether to count batches before Accelerate places them on a device.
+        is_at_end: Whether this rank has no batch left in the resumed epoch.
         loader: The loader.
 
     Attributes:
         prepared: The loader.
     """
 
-    _gives: Reader[Any] | None = None  # reads this rank's own batches, if others may train on them
+    _gives: Reader[Any] | None = None  # reads this rank's own batches, if other ranks may train on them
     dealer = DEALER, "Do not prepare these, and loop over join_batches(loader)"
 
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
         self.prepared, self.dealt_samples = loader, dealt_samples(loader)
-        # Dispatched batches are on a device when they reach a process, except the main one.
+        # Dispatched batches are already on a device when they arrive, except on the main process.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
         self._own = own_iter(loader)
         own = self._without_batches() if is_at_end else self._own
@@ -75,7 +75,7 @@ class PreparedReader(Reader[Any]):
 
     def _without_batches(self) -> Iterator[Any]:
         with _compat.batches_replaced(self.prepared, lambda: iter(())):
-            yield from self._own  # which, in Accelerate, communicates with all processes as a loop starts
+            yield from self._own  # Accelerate communicates with all processes at the start of a loop
 
     def _keeping(self, unplaced: deque[Any]) -> Iterator[Any]:
         own_iter, skipped = self.prepared.base_dataloader.__iter__, getattr(self.prepared, "skip_batches", 0)
@@ -113,7 +113,7 @@ class PreparedReader(Reader[Any]):
         self._gives = None if reader is own else own
         while reader.has_next():
             batch = reader.take()
-            if reader is own and self._unplaced is not None:  # else a plan counts it
+            if reader is own and self._unplaced is not None:  # otherwise a plan counts it
                 self._unplaced.append(batch)
             yield batch
 
@@ -127,7 +127,7 @@ class PreparedReader(Reader[Any]):
                 "rebalance=True cannot be combined with a loader that skips the first batches of an iterable dataset:"
                 " it would skip batches that other ranks send. Start the dataset at the place where training resumes."
             )
-        # Taken before Accelerate places them on a device, and returned when it reads its next one.
+        # Batches are taken before Accelerate places them on a device, and returned when it reads the next one.
         self._iterator = self._own
         with _compat.batches_replaced(loader, lambda: self._rebalanced(begin)):
             self.has_next()
@@ -147,9 +147,9 @@ class PreparedReader(Reader[Any]):
 
 
 class _OwnBatches(Reader[Any]):
-    """Reads the batches that a prepared loader would place on a device."""
+    """Reads the batches of a prepared loader before they are placed on a device."""
 
-    lead = 2  # Accelerate reads a batch ahead
+    lead = 2  # Accelerate prefetches one batch
 
     def __init__(self, loader: PreparedLoader) -> None:
         super().__init__(loader.base_dataloader)
@@ -217,13 +217,13 @@ def prepare_own(
 
 
 def deals_out(loader: PreparedLoader) -> bool:
-    """Whether `loader` gives each process a part of a dataset that all processes have."""
+    """Whether `loader` gives each process a part of a dataset that is the same on all processes."""
     shards = (BatchSamplerShard, IterableDatasetShard)
     return _dispatches(loader) or isinstance(batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
 
 
 def dealt_samples(loader: PreparedLoader) -> int | None:
-    """Return the length of the dataset of which each process reads its share from its own copy; `None` if none is."""
+    """Return the length of the dataset if each process reads its share from its own copy, else `None`."""
     if not deals_out(loader) or _dispatches(loader):
         return None
     dataset = loader.dataset
@@ -239,7 +239,7 @@ def remainder(loader: PreparedLoader) -> int:
     while isinstance(sampler, SkipBatchSampler):
         sampler = sampler.batch_sampler
     if isinstance(sampler, BatchSamplerShard):
-        # Accelerate does not know it after skip_first_batches, and counts a dataset of which the sampler takes a part.
+        # Accelerate loses this number after skip_first_batches, and ignores that a sampler may draw only a part.
         samples = getattr(sampler.batch_sampler, "sampler", dataset)
         return _samples_in_last_round(samples, sampler) if sampler.even_batches and not sampler.drop_last else 0
     if isinstance(dataset, IterableDatasetShard):
@@ -263,7 +263,7 @@ def loops_replaced(
 
     Args:
         iterate: Called with Accelerate's own `__iter__` of a loader's class, and the loader.
-        note_epoch: Called with each other loader, before a loop over it.
+        note_epoch: Called with any other loader, before a loop over it.
     """
 
     def iterates(own_iter: Iterate) -> Iterate:
@@ -285,7 +285,7 @@ def loops_replaced(
         for kind in _KINDS:
             stack.enter_context(setting(kind, __iter__=iterates(_compat.without_none(kind.__iter__))))
         stack.enter_context(shards_checked())
-        for skipping in (SkipBatchSampler, SkipDataLoader):  # past the end of a rank that has fewer batches
+        for skipping in (SkipBatchSampler, SkipDataLoader):  # the length would be negative if more were skipped
             stack.enter_context(setting(skipping, __len__=lambda loader, own=skipping.__len__: max(0, own(loader))))
         yield
 
@@ -295,7 +295,7 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
     """Override `even_batches` of all prepared loaders that have it, as Accelerate does, and restore it."""
     with ExitStack() as stack:
         if value is not None:
-            stack.enter_context(setting(accelerator, even_batches=value))  # for loaders that are prepared within
+            stack.enter_context(setting(accelerator, even_batches=value))  # for loaders prepared in the context
             loaders = _compat.loaders(accelerator)
             for loader in loaders:
                 shard = batch_sampler(loader)
@@ -322,7 +322,7 @@ def batch_sampler(loader: PreparedLoader) -> Any:
 
 
 def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
-    """Return a loader with everything that determines the order of `loader`, without its sharding and skipping."""
+    """Return a loader that draws in the same order as `loader`, without its sharding and skipping."""
     own: DataLoader[Any] = copy.copy(loader.base_dataloader)
     sampler, dataset = batch_sampler(loader), loader.dataset
     while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
@@ -336,7 +336,7 @@ def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
 
 
 class _ShardDealer(Dealer):
-    """Accelerate's shards: the ranks get the batches of one order in turn; a single process gets all."""
+    """Accelerate's shards: the batches of one order go to the ranks in turn, or all to a single process."""
 
     def __init__(self, batches: Any) -> None:
         self._sampler, self._batches, self.batch = batches, None, 1
@@ -350,7 +350,7 @@ class _ShardDealer(Dealer):
 
 
 def dealer_of(loader: PreparedLoader) -> Dealer | None:
-    """Return the dealer of the batches, or samples, of `loader` to all processes; it can return all of them."""
+    """Return the dealer that knows the batches, or samples, of `loader` on all processes; `None` if there is none."""
     if type(loader) is not DataLoaderShard or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.use_stateful_dataloader or loader.batch_sampler is None:
@@ -384,7 +384,7 @@ def skipped_in(loader: PreparedLoader) -> int:
 
 
 def known_as(loader: PreparedLoader, loaders: Sequence[PreparedLoader]) -> PreparedLoader:
-    """Return the one of `loaders` that `loader` is, or whose rest it is: see `skip_first_batches` and `with_rest`."""
+    """Return the entry of `loaders` that `loader` is, or whose rest it is: see `skip_first_batches`, `with_rest`."""
     loader = vars(loader).get("_join_known", loader)
     if any(each is loader for each in loaders):
         return loader
@@ -397,7 +397,7 @@ def _source(loader: PreparedLoader) -> Any:
 
 
 def shards_checked() -> AbstractContextManager[None]:
-    """In this context, a loader raises if Accelerate would leave out samples when it deals the loader out."""
+    """In this context, a loader raises if Accelerate would drop samples when it splits the loader."""
     own_iter: Iterate = BatchSamplerShard.__iter__
 
     def __iter__(shard: Any) -> Iterator[Any]:  # noqa: N807
@@ -424,8 +424,8 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
 class _SizeCheckingSampler:
     """The batch sampler of a shard; raises if the shard would leave out batches silently.
 
-    A shard deals out a round of batches, one to each process, only if the round's last batch has the size in
-    the sampler's `batch_size`; and it splits a batch only if the batch has that size.
+    A shard yields a round of batches, one per process, only if the round's last batch has the sampler's `batch_size`.
+    It splits a batch only if the batch has that size.
     """
 
     def __init__(self, shard: Any) -> None:
@@ -438,7 +438,7 @@ class _SizeCheckingSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        unequal = -1  # a batch of another size
+        unequal = -1  # the index of a batch with another size
         for index, batch in enumerate(self._sampler):
             if unequal >= 0:
                 raise JoinError(

@@ -28,11 +28,11 @@ _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
 class Operations(ActiveOperations, Participant):
-    """The operations of processes through Accelerate, on an active rank and on one that has joined.
+    """Accelerate's operations, on active and on joined ranks.
 
     Args:
         accelerator: The accelerator.
-        progress: The accelerator's progress, which a checkpoint holds.
+        progress: The accelerator's progress, which is part of a checkpoint.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -53,7 +53,7 @@ class Operations(ActiveOperations, Participant):
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Within, an error of a broken collective becomes one that says which rank has failed, and why."""
+        """In this context, an error of a broken collective names the failed rank and the cause."""
         try:
             yield
         except Exception as error:
@@ -75,12 +75,12 @@ class Operations(ActiveOperations, Participant):
         self.driver.before_collective(name)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Let each rank load a checkpoint, also one that has joined."""
+        """Load a checkpoint on all ranks, including joined ones."""
         with self._together(_CALL, ("load_state", None, args, kwargs)):
             self._call("load_state", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log on the main process, with the values of the lowest active rank if it has joined."""
+        """Log on the main process, with the lowest active rank's values if the main process has joined."""
         if self.driver.find_main_joined():
             self.announce_open(_CALL, ("log", None, args, kwargs))
         elif (placeholders := self.driver.placeholders) is not None:
@@ -90,7 +90,7 @@ class Operations(ActiveOperations, Participant):
         self._call("log", args, kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process, or on the lowest active rank if that has joined."""
+        """Print on the main process, or on the lowest active rank if the main process has joined."""
         if self.driver.placeholders is not None and 0 not in self.active:
             if self.members.rank == self.active[0]:
                 print(*args, **kwargs)
@@ -99,17 +99,17 @@ class Operations(ActiveOperations, Participant):
             self._type.print(self._accelerator, *args, **kwargs)
 
     def log_epoch(self, values: dict[str, float], _: int) -> None:
-        """Log a monitor's values for a loop that has ended, without a step; all ranks call this.
+        """Log a monitor's values for a finished loop, without a step; all ranks call this.
 
-        With a step beyond the user's own, W&B would drop values that the user logs later.
+        If they had a step after the user's last one, W&B would drop values that the user logs later.
         """
         self._call("log", (values,), {})
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Let each rank write its part of a checkpoint, in the state of the active ranks.
+        """Let each rank write its part of a checkpoint, with the active ranks' state.
 
-        A rank that has joined writes what each rank writes for itself. All states are handed over only if such a rank
-        writes them.
+        A joined rank writes only the files that every rank writes. States are handed over only if a joined rank writes
+        them.
         """
         loader, in_tail = self.progress.find_loader(), self.tail_log.meet()
         if (placeholders := self.driver.placeholders) is not None:
@@ -137,13 +137,13 @@ class Operations(ActiveOperations, Participant):
             return self._save(args, kwargs, everywhere, when, is_last)
 
     def _saves_alone(self, payload: Any) -> bool:
-        """Whether a script may let the main process alone save a checkpoint, as it may without the context."""
+        """Whether a script may let only the main process save a checkpoint, as it may without the context."""
         waits = self._accelerator.project_configuration.automatic_checkpoint_naming
         is_sharded = any(holds_parts(model) or is_engine(model) for model in _compat.models(self._accelerator))
         return not waits and not is_sharded and is_closed(payload)
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a model's weights: a sharded one's on all ranks, others on the main process or its stand-in."""
+        """Save a model's weights: all ranks save a sharded model, the main process or its stand-in any other."""
         if holds_parts(model):
             self._call_with(model, "save_model", args, kwargs)
             return
@@ -153,10 +153,10 @@ class Operations(ActiveOperations, Participant):
             self._call("save_model", (model, *args), kwargs)
 
     def get_state_dict(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a model's weights: those of a sharded model all ranks assemble, for the main process.
+        """Return a model's weights; all ranks assemble those of a sharded model for the main process.
 
         Raises:
-            UnsupportedError: The main process has joined, so that no active rank would get them.
+            UnsupportedError: The main process has joined, so no active rank would get the weights.
         """
         if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(
@@ -180,11 +180,11 @@ class Operations(ActiveOperations, Participant):
             return self._call(name, (model, *args), kwargs)
 
     def _together(self, kind: str = "", payload: Any = None) -> AbstractContextManager[None]:
-        """Put around what all ranks do, and an active one announces as `kind`: nothing within is announced."""
+        """Wrap a call that all ranks make and an active rank announces as `kind`; calls inside it are not announced."""
         return self.driver.tail_log.together(partial(self.announce_open, kind, payload))
 
     def acting_for_main_process(self) -> AbstractContextManager[None]:
-        """Within, the lowest active rank stands in for a main process that has joined."""
+        """In this context, the lowest active rank acts as the main process if that has joined."""
         return _compat.acting_for_main() if self.driver.find_acting_main() else nullcontext()
 
     # ------------------------------------------------------------ on a joined rank
@@ -234,7 +234,7 @@ class Operations(ActiveOperations, Participant):
             return self._call("save_state", args, kwargs)
 
     def note_missed(self, for_metrics: bool) -> None:
-        """Warn once, on a rank that has joined, that its metrics would lack what it does not see."""
+        """Warn once on a joined rank that its metrics lack the samples that other ranks gather."""
         if for_metrics and not self._has_warned:
             self._has_warned = True
             JoinDataWarning.warn(

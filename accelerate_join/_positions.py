@@ -1,7 +1,7 @@
-"""Each process's position in its loaders, in a checkpoint: Accelerate writes one process's position for all.
+"""Each process's position in its loaders, in a checkpoint: Accelerate saves one process's position for all.
 
-Beside Accelerate's files each process writes a separate one, `join_position_<rank>.bin`. As with the random states,
-that needs no other process: a script may let the main process alone save.
+Each process writes its own `join_position_<rank>.bin` beside Accelerate's files. As with the random states, this needs
+no communication: a script may let only the main process save.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,23 +33,23 @@ from accelerate_join._prepared import PreparedLoader
 from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import Deal, Order, gather_objects, global_kept, length_of, resumed_at, set_own, setting
 
-_MARK = "join_world_size"  # in a loader's state that one process has written for all
+_MARK = "join_world_size"  # key in a loader's state that one process has written for all
 _VERSION = 3  # of the files
-# For a position that contains nothing else.
+# The default entries of a position.
 NO_MORE: dict[str, Any] = {"deals": [], "dealt": None, "gives": False, "has_no_rest": False, "state": None}
-# The moment of a save: the epochs of all loaders, and the step within the current loop. It is the same on all ranks.
+# The moment of a save: the epochs of all loaders, and the step in the current loop. It is equal on all ranks.
 When = tuple[list[int], int]
 
 
 @dataclass
 class _Begun:
-    """A loop over a loader: its epoch and its order, whether it is over, and whether this process has had a batch."""
+    """A loop over a loader: its epoch and order, whether it has ended, and whether this process got a batch."""
 
     iteration: int
     order: Order
-    taken: Callable[[], int | None]  # how many of its batches were trained on by this number of processes
-    deals: list[Deal]  # of jobs with other numbers of processes in this epoch
-    gives: bool  # whether some of them may be trained on by other processes
+    taken: Callable[[], int | None]  # how many batches were trained on with this number of processes
+    deals: list[Deal]  # of earlier jobs with other numbers of processes in this epoch
+    gives: bool  # whether other processes may train on some of the batches
     is_over: bool = False
     has_batch: bool = False
 
@@ -66,21 +66,21 @@ def going_through(
     trained_on: Callable[[], int],
     gives: bool,
 ) -> Iterator[tuple[PreparedLoader, Iterate, bool, Callable[[], None]]]:
-    """Put around a loop over `loader`, in the order that it had when a checkpoint was written in the middle of it.
+    """Wrap a loop over `loader`: record its position, and restore the order of a checkpoint from mid-loop.
 
     Args:
         accelerator: The accelerator that has prepared it.
         loader: The loader of the loop; possibly the rest of a prepared one.
-        own_iter: Accelerate's `__iter__` for it.
+        own_iter: Accelerate's `__iter__` of the loader's class.
         trained_on: Returns how many of this process's batches were trained on in the loop.
         gives: Whether other processes may train on some of them.
 
     Returns:
         The loader to iterate over; the replacement of `own_iter`; whether this process has no batch left; a function to
-        call with each batch.
+        call for each batch.
 
     Raises:
-        JoinError: The loaded state is another process's.
+        JoinError: The loaded state belongs to another process.
     """
     count_once(loader)
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
@@ -104,7 +104,7 @@ def going_through(
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
     elif not place["amid"] and before and (place.get("is_new") or place["deals"] or length_of(loader) == 0):
-        is_at_end = True  # of the epoch whose first batches are skipped: no batch is, and its order is not drawn again
+        is_at_end = True  # the epoch to skip into has ended: it yields no batch, and its order is not drawn again
     elif resumed and _is_stateful(loader):
         before = place["taken"]
 
@@ -128,10 +128,10 @@ def going_through(
 
 
 def count_once(loader: Any) -> None:
-    """Let a stateful loader count once the batches that it reads again to resume; torchdata's counts them twice.
+    """Let a stateful loader count once the batches that it reads again to resume; torchdata counts them twice.
 
-    Accelerate calls the `__iter__` of the loader that it has wrapped by name. Accelerate 1.5 moves the state
-    of a sharded loader back by a batch for each other process, as if the main process dispatched the batches.
+    Accelerate calls the wrapped loader's `__iter__` by name. Accelerate 1.5 moves the state of a sharded loader back by
+    one batch for each other process, as if the main process dispatched the batches.
     """
     if _is_stateful(loader):
         if issubclass(type(loader), DataLoaderShard):
@@ -155,7 +155,7 @@ def epochs(accelerator: accelerate.Accelerator) -> list[int]:
 
 
 def refuse_unsaved(accelerator: accelerate.Accelerator, loader: PreparedLoader | None) -> None:
-    """Raise if `loader` has a state, and a checkpoint would omit it.
+    """Raise if a checkpoint would omit the state of `loader`.
 
     Raises:
         UnsupportedError: It would.
@@ -176,7 +176,7 @@ def saved(
     leads: bool = False,
     goes_on: bool = True,
 ) -> Iterator[None]:
-    """Put around `save_state`: this process writes its positions, too.
+    """Wrap `save_state`: this process also writes its positions.
 
     Args:
         accelerator: The accelerator of the loaders.
@@ -185,7 +185,7 @@ def saved(
         leads: Whether this is the lowest active process in the context.
         goes_on: Whether this process has not joined.
     """
-    if vars(accelerator).get("_join_saves", False):  # in an override within
+    if vars(accelerator).get("_join_saves", False):  # a nested call
         yield
         return
 
@@ -195,7 +195,7 @@ def saved(
         "when": (epochs(accelerator), -1) if when is None else when,
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
-        # For a loop outside of the context, if this rank has a separate folder, without Accelerate's file.
+        # For loops outside the context, if this rank's folder does not contain Accelerate's file.
         "states": [_state_of(each) if _begun.get(each) is None else None for each in loaders],
     }
     leads = leads if when is not None else accelerator.is_main_process
@@ -207,7 +207,7 @@ def saved(
         lambda models, weights, folder: write(folder, accelerator.process_index, record)
     )
     with writing, setting(accelerator, _join_saves=True), ExitStack() as stack:
-        # Otherwise all processes would write the state of a loader to Accelerate's one file at once.
+        # Otherwise all processes would write the loader's state to the same file at once.
         for each in stateful if not (leads or (on_node and goes_on)) else ():
             stack.enter_context(_compat.unsaved(each))
         yield
@@ -215,11 +215,11 @@ def saved(
 
 @contextmanager
 def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
-    """Put around `load_state`, on all processes: each gets its positions at the end.
+    """Wrap `load_state` on all processes: each restores its positions at the end.
 
     Raises:
-        JoinError: The position of a process is missing, and no other's can replace it.
-        UnsupportedError: Another number of processes has written the checkpoint within an epoch.
+        JoinError: The position of a process is missing, and no other position can replace it.
+        UnsupportedError: Another number of processes wrote the checkpoint in the middle of an epoch.
     """
     folders: list[str] = []
     with accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder)):
@@ -236,9 +236,9 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
 def read_all(
     folder: str, accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None
 ) -> list[dict[str, Any] | None]:
-    """Return, on all processes, the records that the processes of the job that wrote a checkpoint have saved in it.
+    """Return, on all processes, the records that each process of the saving job wrote into a checkpoint.
 
-    A file of another save does not count. All processes call this.
+    Files of another save are ignored. All processes call this.
     """
     rank, world, what = accelerator.process_index, accelerator.num_processes, "Where a process was in its loaders"
 
@@ -247,10 +247,10 @@ def read_all(
         return load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
 
     everyone = gather_objects(read(rank), what, None)
-    newest = next((record for record in everyone if record is not None), None)  # the main process is in every save
+    newest = next((record for record in everyone if record is not None), None)  # each save includes the main process
     if newest is None:
         return everyone
-    if (writers := newest["world_size"]) != world:  # each reads the files of some of them
+    if (writers := newest["world_size"]) != world:  # each process reads some of the files
         found = gather_objects({other: read(other) for other in range(rank, writers, world)}, what, None)
         everyone = [found[writer % world][writer] for writer in range(writers)]
     same = ("world_size", "when", "version")
@@ -265,7 +265,7 @@ def write(folder: str, rank: int, record: dict[str, Any]) -> None:
 def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
     newest = next(record for record in everyone if record is not None)
     places = [None if record is None else record["places"] for record in everyone]
-    if "version" not in newest:  # of 0.2.0, which the next release no longer reads
+    if "version" not in newest:  # the format of 0.2.0, which the next release will not read
         places = [each and [place and {**NO_MORE, "taken": None, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
     if newest["world_size"] != accelerator.num_processes:
@@ -296,7 +296,7 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             " the main process saved it. Have all processes call save_state."
         )
     mine = places[accelerator.process_index]
-    if mine is None:  # if Accelerate shards, one process that continues stands for all that do
+    if mine is None:  # if Accelerate shards, all processes with batches left have the same position
         known = [each for each in places if each is not None]
         mine = next((each for each in known if not any(place and place["has_no_rest"] for place in each)), known[0])
         mine = [
@@ -308,15 +308,15 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
 
 
 def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader, lacks: bool) -> dict[str, Any] | None:
-    """Return the position of each process of this job in a loader that other processes, by rank, have read.
+    """Return the position of this job's processes in a loader that another number of processes has read.
 
     Args:
-        places: Their positions; that of the main process if no other is known.
+        places: The saved positions by rank; the main process's in place of a missing one.
         loader: The loader.
-        lacks: Whether some are not known.
+        lacks: Whether some positions are missing.
 
     Raises:
-        UnsupportedError: The samples that they have left are not known here.
+        UnsupportedError: The remaining samples cannot be determined.
     """
     known = [place for place in places if place is not None]
     amid = [place for place in known if place["amid"]]
@@ -344,7 +344,7 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
 def rest_of(
     accelerator: accelerate.Accelerator, loader: PreparedLoader, order: Order, place: dict[str, Any]
 ) -> PreparedLoader:
-    """Return a loader of the rest of an epoch that other processes have started, without what this one trained on."""
+    """Return a loader over the batches that this process has left of an epoch that other processes started."""
     dealer = dealer_of(loader)
     left = order.rest(dealer, place["deals"], accelerator.num_processes, place.get("is_new", False))
     assert dealer is not None
@@ -357,7 +357,7 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     if begun is None:
         return None
     iteration = getattr(loader, "iteration", 0)
-    is_in_it = iteration == begun.iteration  # Accelerate does not count an epoch of which the rest was read
+    is_in_it = iteration == begun.iteration  # Accelerate does not count an epoch that was resumed
     amid = is_in_it and not is_last and not begun.is_over
     dealer, taken = dealer_of(loader), begun.taken() if amid else 0
     has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
@@ -383,13 +383,13 @@ def _state_of(loader: Any) -> dict[str, Any] | None:
 
 def _go_to(loader: PreparedLoader, place: dict[str, Any]) -> None:
     if hasattr(loader, "set_epoch"):
-        loader.set_epoch(place["iteration"])  # also for its sampler, which skip_first_batches omits
+        loader.set_epoch(place["iteration"])  # also of its sampler, which skip_first_batches leaves unchanged
     if place["state"] is not None and _is_stateful(loader):
         loader.load_state_dict(deepcopy(place["state"]))
         loader.dl_state_dict = place["state"]  # for a save before its next batch
         if place["has_no_rest"] or not place["amid"]:
             with global_kept():
-                loader.base_dataloader.state_dict()  # when it ends, this draws again what has been drawn already
+                loader.base_dataloader.state_dict()  # at the loader's end, this repeats draws that were made before
     if "begun" in (place["order"] or {}):
         set_own(drawn_from(loader), place["order"]["begun"])
     _loaded[loader] = place

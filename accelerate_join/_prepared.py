@@ -1,4 +1,4 @@
-"""The parts of an accelerator that take part: all prepared objects, and its progress."""
+"""The objects of an accelerator that take part: all prepared objects, and its progress."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
                 f"{name}: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
                 f" which Accelerate does not average over all of them. {_INSTEAD}."
             )
-    # `MULTI_`: by DDP, on any device.
+    # `MULTI_...` means DDP, on any device.
     if not (kind.value.startswith("MULTI_") or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)):
         reason = _REASONS.get(kind, "it uses neither DistributedDataParallel nor FSDP or DeepSpeed")
         raise UnsupportedError(f"{name} does not support {kind.value}: {reason}. {_INSTEAD}.")
@@ -61,11 +61,11 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
 
 
 def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> list[Any]:
-    """Return all objects that `accelerator` has prepared and that take part, without Accelerate's own wrappers.
+    """Return the prepared objects that take part, without Accelerate's own wrappers.
 
     Args:
         accelerator: The accelerator that prepared them.
-        given: The user's further joinables, among which may be the wrapper of a model.
+        given: The user's further joinables, which may include the wrapper of a model.
 
     Raises:
         JoinError: A model has several wrappers.
@@ -80,7 +80,7 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
 
     wrappers = _compat.wrappers(accelerator, is_wrapped)
     if any(len(found) > 1 for _, found in wrappers):
-        gc.collect()  # perhaps from an attempt that has failed
+        gc.collect()  # a failed attempt may have left a wrapper
         wrappers = _compat.wrappers(accelerator, is_wrapped)
     models = list(filter(is_called_itself, _compat.models(accelerator)))
     for model, found in wrappers:
@@ -119,12 +119,11 @@ def unwrap(thing: Any) -> Any:
 
 
 class Progress:
-    """The progress of this process, on which all must agree, or their next epochs would differ.
+    """This process's progress, which must be equal on all processes, or their next epochs would differ.
 
     Args:
         accelerator: The accelerator of this process.
-        find_loader: A function that returns the prepared loader over which this rank iterates or last iterated; `None`
-            for another kind of loader.
+        find_loader: Returns the prepared loader of this rank's current or last loop; `None` for another kind of loader.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, find_loader: Callable[[], PreparedLoader | None]) -> None:
@@ -136,7 +135,7 @@ class Progress:
             "step": self._accelerator.step,
             "sync_gradients": self._accelerator.sync_gradients,
             "overflows": _compat.overflows(self._accelerator),
-            # The epoch, which a rank without a batch does not increment.
+            # The epoch: a rank without batches does not increment it.
             "iterations": [getattr(loader, "iteration", None) for loader in self._loaders],
         }
 
