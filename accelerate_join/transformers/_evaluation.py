@@ -14,31 +14,31 @@ from torch_join.integration import Channel, ReadStep, StepDriver, broadcast
 
 
 class Evaluation:
-    """One loop. A rank without a batch follows the others' collectives, and has outputs without rows.
+    """One evaluation loop. A rank without a batch follows the active ranks' collectives, and has empty outputs.
 
     Args:
         driver: The driver of the steps.
         trainer: The trainer.
 
     Attributes:
-        rows: The number of samples that this rank has had in each step.
+        rows: The number of this rank's samples in each step.
         gathers_objects: Whether outputs are gathered as objects: lists with an entry for each sample.
     """
 
     def __init__(self, driver: StepDriver, trainer: Any) -> None:
         self._driver, self._device = driver, trainer.args.device
-        self._averages = trainer.args.average_tokens_across_devices  # if a loss is divided by a number of items
+        self._averages = trainer.args.average_tokens_across_devices  # whether losses are divided by all ranks' items
         self.gathers_objects = bool(trainer.args.eval_use_gather_object)
         self._gather_tensors = trainer.accelerator.gather_for_metrics
         self._joined = False
         self._world_size = driver.members.world_size
-        self._loss_rows: int | None = None  # of the step whose loss is about to be gathered
-        self._kinds: Any = None  # a step's outputs, without rows
+        self._loss_rows: int | None = None  # of the step whose loss is gathered next
+        self._kinds: Any = None  # the outputs of a step, without rows
         self._divides = False  # whether losses are divided by the items of all ranks
         self.rows: list[int] = []
 
     def note_division(self, num_items: Any) -> None:
-        """Record that a loss is computed, and by which number of items it is divided."""
+        """Record that a loss is computed, and whether it is divided by a number of items."""
         self._divides = self._averages and num_items is not None
 
     def step(
@@ -50,7 +50,7 @@ class Evaluation:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Do what `Trainer.prediction_step` does: return loss, logits and labels, without rows on a joined rank."""
+        """Run `Trainer.prediction_step`: return loss, logits and labels, which have no rows on a joined rank."""
         rank, active = self._driver.members.rank, step.active_ranks
         self._joined = joined = rank not in active
         rows = 0 if joined else _compat.rows_of(inputs) or 1
@@ -63,7 +63,7 @@ class Evaluation:
             with nullcontext() if runs_placeholders else self._driver.step(active):
                 outputs = own(model, inputs, *args, **kwargs)
         self._divides = divides if joined else self._divides
-        if not joined and outputs[0] is not None and outputs[0].ndim:  # one for each sample
+        if not joined and outputs[0] is not None and outputs[0].ndim:  # one loss per sample
             outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
             if self._kinds is None:
@@ -76,10 +76,10 @@ class Evaluation:
         return loss, logits, labels
 
     def gather(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather; a loss, which Trainer repeats for each row of a full batch, is repeated for each row of this one.
+        """Gather `data`. Trainer repeats a loss for each row of a full batch; this repeats it for each row of this one.
 
-        If it is divided by the items of all ranks, and multiplied by their number, the sum of the ranks' shares is the
-        loss of all their rows.
+        If the loss is divided by the items of all ranks and multiplied by the number of ranks, the sum of the ranks'
+        shares is the loss of all their rows.
         """
         rows, self._loss_rows = self._loss_rows, None
         if rows is None:
@@ -87,7 +87,7 @@ class Evaluation:
                 data = data[:0]  # each object in it would count as a sample
             return own(data, *args, **kwargs)
         if self.gathers_objects:
-            own = self._gather_tensors  # of losses there are no others
+            own = self._gather_tensors  # losses are always tensors
         if not self._divides:
             return own(data[:1].repeat(rows), *args, **kwargs)
         gathered = own((data[:1] / (self._world_size * max(1, rows))).repeat(rows), *args, **kwargs)
@@ -95,10 +95,10 @@ class Evaluation:
 
 
 def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
-    """Return evaluation datasets in the order that they have on rank 0; all ranks meet.
+    """Return the evaluation datasets in rank 0's order; all ranks call this.
 
     Raises:
-        JoinValueError: The ranks' names differ.
+        JoinValueError: The names differ between ranks.
     """
     everyone = channel.gather([*map(str, datasets)], of=list[str])
     if any({*names} != {*everyone[0]} for names in everyone):
@@ -113,11 +113,11 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:
-    """Sort by rank what was gathered step by step.
+    """Sort by rank the outputs that were gathered step by step.
 
     Args:
-        outputs: Arrays with a row for each sample, in any structure; others are unchanged.
-        rows: The number of rows that each rank has had in each step.
+        outputs: Arrays with a row per sample, in any structure; other values stay unchanged.
+        rows: The number of rows of each rank in each step.
     """
     places = [(rank, row) for step in zip(*rows, strict=True) for rank, n in enumerate(step) for row in range(n)]
     order = sorted(range(len(places)), key=lambda place: places[place][0])  # stable: a rank's rows stay in order

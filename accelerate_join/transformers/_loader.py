@@ -1,4 +1,4 @@
-"""A loader that has as many steps on each rank as the longest one has batches."""
+"""A loader that has as many steps on each rank as the longest rank has batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,15 +19,15 @@ from torch_join.integration import length_of, without_rows
 
 
 class EvenedLoader(CoreEvenedLoader):
-    """One of Accelerate's loaders and those of the other ranks, with which a run of `train` or `evaluate` starts.
+    """A loader of Accelerate, evened with those of the other ranks, for a run of `train` or `evaluate`.
 
     Args:
         loader: This rank's loader.
-        find_run: Returns the `Run` that iterates over it with the other ranks; `None` outside of one.
+        find_run: Returns the `Run` that iterates over it with the other ranks; `None` outside a run.
         trains: Whether its batches are trained on.
-        owns: Whether the dataset is this rank's alone.
-        rebalances: Whether ranks give batches to each other.
-        keeps: Whether steps without a batch need one nevertheless.
+        owns: Whether the dataset belongs to this rank only.
+        rebalances: Whether ranks send batches to each other.
+        keeps: Whether to keep a batch for steps in which this rank has none.
 
     Attributes:
         remainder: 0, since no sample occurs twice; Accelerate reads it.
@@ -82,13 +82,13 @@ class EvenedLoader(CoreEvenedLoader):
         return PreparedReader(without_none(type(self.loader).__iter__), counts, False, self.loader)
 
     def around(self) -> AbstractContextManager[None]:
-        return active_loader(self)  # Accelerate's own loader has started: ours comes after it
+        return active_loader(self)  # Accelerate's own loader has started, so ours is registered after it
 
     def moved(self, batch: Any, device: torch.device | str) -> Any:
         return send_to_device(batch, device)
 
     def without_first(self, number: int) -> "EvenedLoader":
-        """Return the same without its first batches, of which a rank may have fewer."""
+        """Return this loader without its first batches, even if a rank has fewer."""
         rest, run = copy(self), self._find_run()
         rest.resumes_stream = self._has_no_length
         left = None if run is None else run.position.take_rest()
@@ -98,7 +98,7 @@ class EvenedLoader(CoreEvenedLoader):
         return rest
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the loader's epoch; for Trainer, a stream that is resumed in a later pass is in its first one."""
+        """Set the loader's epoch; after resuming, Trainer counts the passes over a stream from 0 again."""
         run = self._find_run()
         self.loader.set_epoch(epoch if run is None or not self._has_no_length else epoch + run.position.passes_before)
 
@@ -107,9 +107,9 @@ class EvenedLoader(CoreEvenedLoader):
         return self.resumes_stream or None in self.lengths
 
     def own_batches(self) -> Iterator[Any]:
-        """Return this rank's batches, whatever others do, without affecting a loop that is running."""
+        """Return this rank's batches, independent of other ranks and of a running loop."""
         alone = copy(self.loader)
-        alone.rng_types = None  # which ranks exchange
+        alone.rng_types = None  # otherwise ranks would exchange random states
         return iter(alone)
 
     def __iter__(self) -> Iterator[Any]:
@@ -118,6 +118,6 @@ class EvenedLoader(CoreEvenedLoader):
         return batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # of one that is being made
+        if name == "loader":  # not set yet, while the object is created
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -1,4 +1,4 @@
-"""The base class before a `transformers.Trainer`: loaders with the same steps on all ranks, a run around each loop."""
+"""A mixin for `transformers.Trainer`: its loaders have equally many steps on all ranks, and each loop has a `Run`."""
 
 import inspect
 import math
@@ -31,31 +31,30 @@ _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_tes
 
 
 class JoinTrainerMixin:
-    """Makes a trainer exact if ranks have different numbers of batches; comes before `Trainer` among the bases.
+    """Makes a trainer exact on uneven dataloaders; put it before the trainer class in the list of bases.
 
     ```python
     class Mine(JoinTrainerMixin, SFTTrainer):
         own_shards = True
     ```
 
-    Each rank runs every step of Trainer's own loop. A finished rank runs it with a batch without rows, and takes part
-    in the operations of the other ranks. The options are attributes of the class, and can also be passed to `__init__`
-    by name.
+    Each rank runs every step of Trainer's own loop. A finished rank runs them with empty batches, and takes part in the
+    operations of the other ranks. The options are class attributes, and `__init__` takes them as keyword arguments.
 
     Attributes:
-        weighting: How the gradients of the ranks that have a batch are combined, if a loss is a mean: `"world"` (the
-            default), `"active"` or `"samples"`, see `torch_join.Join`. A function takes a batch, before it moves to a
-            device, and returns its count, by which all micro-batches of a step are weighted. If Trainer divides by the
-            number of items in all batches (`num_items_in_batch`), the result is exact already: then this must be
-            `"world"`, or a function whose counts replace Trainer's.
-        own_shards: Whether each rank has its own datasets, which are then not sharded again.
+        weighting: How to combine the gradients of the active ranks if a loss is a mean: `"world"` (the default),
+            `"active"` or `"samples"`, see `torch_join.Join`. A function takes a batch, before it moves to a device, and
+            returns its count. The counts weight all micro-batches of a step. If Trainer divides by the number of items
+            in all batches (`num_items_in_batch`), the result is exact already. Then this must be `"world"`, or a
+            function whose counts replace Trainer's.
+        own_shards: Whether each rank has its own datasets, which Trainer then does not shard.
         rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
             number of ranks) steps.
         throw_on_early_termination: Whether to raise on all ranks when the first one runs out of batches.
         placeholder: The batch on which a finished rank runs its steps, for models that live on several ranks (experts,
             sharded embeddings): `"last"`, `"rows"` or a function of a batch, see `torch_join.Join`. The loss of such a
             step has zero weight.
-        kept: Names of trainer attributes that its steps accumulate, and that a finished rank takes over.
+        kept: Names of trainer attributes that accumulate over steps, and that a finished rank takes over.
 
     Raises:
         UnsupportedError: A rank without a batch cannot take part in this trainer's training.
@@ -76,8 +75,8 @@ class JoinTrainerMixin:
     current_gradient_accumulation_steps: int
     train_dataset: Any
     eval_dataset: Any
-    # In one process.
-    _counts: Sequence[tuple[Any, float]] = ()  # what each micro-batch of the window counts
+    # Used in a single process.
+    _counts: Sequence[tuple[Any, float]] = ()  # each micro-batch of the window and its count
     _evaluates = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -91,8 +90,8 @@ class JoinTrainerMixin:
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # a subclass's own loaders are evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
-        cls.__signature__ = None  # type: ignore[attr-defined]  # and not its base's
-        with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
+        cls.__signature__ = None  # type: ignore[attr-defined]  # instead of its base's
+        with suppress(TypeError, ValueError):  # a user's class may order its parameters differently
             cls.__signature__ = whole_signature(cls, JoinTrainerMixin)  # type: ignore[attr-defined]
 
     def __init__(
@@ -110,7 +109,7 @@ class JoinTrainerMixin:
             if given[name] is not None and given[name] is not Options.weighting:
                 setattr(self, name, given[name])
         for name in ("weighting", "placeholder"):
-            # A function in the body of a class, of a batch alone, would become a method.
+            # A function in the class body that takes only a batch would become a method.
             own = inspect.getattr_static(self, name)
             if isinstance(own, FunctionType) and own.__code__.co_argcount == 1:
                 setattr(self, name, own)
@@ -149,18 +148,18 @@ class JoinTrainerMixin:
         return self._evened(False, super().get_test_dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def _evened(self, trains: bool, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loader from `get`, sharded without padding, or not sharded if each rank has its own dataset."""
+        """Return the loader from `get`, sharded without padding, or unsharded if each rank has its own dataset."""
         if self.args.world_size == 1:
             loader = get(*args, **kwargs)
             if trains and callable(self.weighting) and isinstance(loader, DataLoaderShard):
-                loader.device = None  # batches are counted first
+                loader.device = None  # batches are counted before they move
             return loader
         accelerator = self.accelerator
         own = {"prepare_data_loader": self._prepare_own} if self.own_shards else {}
         with setting(accelerator, even_batches=False, **own):
             loader = get(*args, **kwargs)
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-            # A subclass has not prepared it, and so shards by itself.
+            # A subclass returned a loader that is not prepared, so it shards the data itself.
             loader = self._prepare_own(loader, use_seedable_sampler=False)
         if isinstance(loader, EvenedLoader):
             return loader
@@ -188,7 +187,7 @@ class JoinTrainerMixin:
             return self._join_run.begin_window(batch_samples, found)
         if not callable(self.weighting) or self._evaluates:
             return found
-        # In one process a window's count does not depend on others.
+        # In a single process, a window's count does not depend on other ranks.
         self._counts = [(batch, self.weighting(batch)) for batch in batch_samples]
         return found if found is None else torch.as_tensor(self._counted_alone, device=self.args.device)
 
@@ -208,7 +207,7 @@ class JoinTrainerMixin:
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.own_shards and length_of(eval_dataset) == 0:
-            return SequentialSampler(eval_dataset)  # without reading a first sample to find its length
+            return SequentialSampler(eval_dataset)  # Trainer's sampler would read its first sample
         return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
 
     def num_examples(self, dataloader: Any) -> int:
@@ -241,7 +240,7 @@ class JoinTrainerMixin:
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
-        """Return the context for one of Trainer's loops."""
+        """Wrap one of Trainer's loops in a `Run`."""
         if self.args.world_size == 1 or self._join_run is not None:
             yield
             return
@@ -272,7 +271,7 @@ class JoinTrainerMixin:
                 given = in_one_order(self._join_run.channel, given)
             if eval_dataset is not None:
                 return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
-            self.eval_dataset = given  # Trainer requests each by its name
+            self.eval_dataset = given  # Trainer requests each dataset by its name
             return super().evaluate(None, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -284,10 +283,10 @@ class JoinTrainerMixin:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             found = output.predictions, output.label_ids
             if dataloader.owns and getattr(self.args, "eval_do_concat_batches", True):
-                found = by_rank(found, samples)  # each rank's shard as a whole
+                found = by_rank(found, samples)  # keep each rank's shard together
             return EvalLoopOutput(*found, output.metrics, sum(map(sum, samples)))
 
-    def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # of transformers 4: the same, for all ranks' samples
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:  # the legacy loop of transformers 4
         return self.evaluation_loop(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -299,12 +298,12 @@ class JoinTrainerMixin:
             self._join_run.hand_over_kept()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
         if self._join_run is not None:
-            self._join_run.stopping.agree(self.control, self.state.global_step)  # their callbacks may ask, too
+            self._join_run.stopping.agree(self.control, self.state.global_step)  # callbacks may request a stop, too
             self._join_run.average_loss(tr_loss)
 
 
 def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a trainer's method that makes a loader, such that the loader has the same number of steps on all ranks."""
+    """Wrap a trainer's method that makes a loader, so that the loader has as many steps on each rank."""
 
     @wraps(get)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +313,7 @@ def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise if ranks without a batch cannot take part in a trainer's training; all ranks get the same result.
+    """Raise if ranks without a batch cannot take part in this trainer's training; the result is equal on all ranks.
 
     Raises:
         UnsupportedError: They cannot.
@@ -341,7 +340,7 @@ def _check_supported(trainer: Any) -> None:
 
 
 def _have_wrapped(trainer: Any) -> None:
-    """Make Accelerate wrap a model that it prepared for an evaluation, and has since considered wrapped."""
+    """Let Accelerate wrap a model that it prepared for an evaluation, and considers wrapped since."""
     wrapped = trainer.model_wrapped
     if isinstance(_prepared.unwrap(wrapped), DistributedDataParallel) or _prepared.is_called_itself(wrapped):
         return
@@ -350,7 +349,7 @@ def _have_wrapped(trainer: Any) -> None:
 
 
 def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
-    """Raise if a trainer with these arguments relies on a dataset that is the same on all ranks.
+    """Raise if a trainer with these arguments needs a dataset that is the same on all ranks.
 
     Raises:
         UnsupportedError: On all ranks, if it does, or reads the first sample of a dataset that is empty on some rank.
@@ -366,7 +365,7 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
         )
     if not _compat.looks_at_samples(trainer):
         return
-    # One rank would raise, and the others wait for it until their group's timeout.
+    # Otherwise one rank would raise while the others wait for it until the timeout of their group.
     mine = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]
     everyone: list[Any] = [None] * arguments.world_size
     dist.all_gather_object(everyone, mine)

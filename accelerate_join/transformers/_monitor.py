@@ -13,7 +13,7 @@ from torch_join import JoinTypeError
 from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
 
 _logger = logging.get_logger(__name__)
-# For a run; the second logs values as its trainer does.
+# The channel, the log function and the rebalancing of a run; the function logs values as the trainer does.
 _Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing]
 
 
@@ -29,7 +29,7 @@ class JoinMonitor(TrainerCallback):
         plot: The path of a PNG file with a bar per rank, also written after each epoch, with matplotlib.
 
     Attributes:
-        epochs: The records of all ranks in each epoch, the same on every rank.
+        epochs: The records of all ranks in each epoch, equal on every rank.
 
     Raises:
         JoinTypeError: `report` or `plot` is not a path. At the end of an epoch: a trainer with several ranks has no
@@ -45,7 +45,7 @@ class JoinMonitor(TrainerCallback):
         self._watched: _Watched | None = None
 
     def watch(self, watched: _Watched | None) -> None:
-        """Note the start or the end of a run."""
+        """Store the channel, log function and rebalancing of a run; `None` at its end."""
         self._watched = watched
 
     def note_step(self, joined: bool) -> None:

@@ -1,11 +1,11 @@
-"""The position of a training in its dataloader, in Trainer's checkpoints: each rank writes what determines its order.
+"""The position of a training in its dataloader, in Trainer's checkpoints: each rank saves what determines its order.
 
-Trainer resumes by number: it reads again what was trained on, and skips it. That is correct if the order follows from
-the epoch's number. Otherwise the random states at the epoch's start belong to the position, and for a stream the number
-of passes over it.
+Trainer resumes by number: it reads again the batches that were trained on, and skips them. That is correct if the order
+depends only on the epoch's number. Otherwise the position includes the random states at the epoch's start and, for a
+stream, the number of passes over it.
 
-If another number of ranks resumes, the loader has what the others have left, and Trainer's numbers are as if this
-job's steps had come before, for the share of the epoch that is over.
+If a different number of ranks resumes, the loader yields the batches that the earlier ranks left. Trainer's counters
+then look as if this job's ranks had made the steps of the finished share of the epoch.
 """
 
 import math
@@ -26,65 +26,65 @@ _INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip
 
 
 class Resized(NamedTuple):
-    """The epoch that other ranks resume, or that has more data, in this job's steps: as if it had made all of them."""
+    """An epoch that this job resumes with other ranks or more data, counted as if it had made all of its steps."""
 
     epoch: int
-    before: int  # the number of batches before those that are left
-    batches: int  # the number of batches including these
-    updates: int  # of the optimizer's steps
+    before: int  # the number of batches before the remaining ones
+    batches: int  # the number of batches including the remaining ones
+    updates: int  # the number of optimizer steps
 
 
 class Position:
     """A rank's progress: the pass, and the number of batches in it.
 
     Args:
-        accelerator: The trainer's.
+        accelerator: The trainer's accelerator.
 
     Attributes:
         passes: The number of earlier passes over the loader.
-        passes_before: The number of passes before this job started: for a stream Trainer does not count these.
+        passes_before: The number of passes before this job started; for a stream, Trainer does not count them.
         taken: The number of steps with a batch in this pass, on the longest rank.
-        resized: The resumed epoch, if its steps are not those that Trainer counts; `None` if they are.
+        resized: The resumed epoch if its steps differ from those that Trainer counts, else `None`.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
         self.passes = self.taken = self.passes_before = 0
         self.resized: Resized | None = None
-        self._rest: DataLoaderShard | None = None  # for this rank, of an epoch that other ranks have started
-        self._share = 0.0  # the share of the resumed epoch that was over
-        self._is_at_end = False  # whether the checkpoint is of an epoch's end, by Trainer's count when it was written
-        self._own, self._before = 0, 0  # this rank's batches: trained on in this job, and in this deal before it
-        self._deals: list[dict[str, Any]] = []  # of other numbers of ranks in this pass
+        self._rest: DataLoaderShard | None = None  # this rank's rest of an epoch that other ranks started
+        self._share = 0.0  # the finished share of the resumed epoch
+        self._is_at_end = False  # whether the checkpoint was saved at an epoch's end, by Trainer's count at that time
+        self._own, self._before = 0, 0  # this rank's trained batches: in this job, and before it in the same deal
+        self._deals: list[dict[str, Any]] = []  # of earlier numbers of ranks in this pass
         self._loader: DataLoaderShard | None = None
-        self._is_resized = False  # whether another number of ranks has made some of the steps
-        self._is_over = False  # whether that was the last one
+        self._is_resized = False  # whether another number of ranks made some of the steps
+        self._is_over = False  # whether the last step ended the pass
         self._order: Order | None = None
         self._pending: dict[str, Any] | None = None
 
     def begin(self, loader: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
-        """Start a pass; return its batches. A resumed pass is in the order that it had."""
+        """Start a pass and return its batches; a resumed pass keeps its order."""
         pending, self._pending = self._pending, None
         if pending is None and self._order is not None:
             self.passes, self.taken, self._deals = self.passes + 1, 0, []
         self._is_over, self._own = False, 0
         self._loader = known_as(loader, ())
         if pending is not None and pending["deals"]:
-            return batches  # the order is that of the rest
+            return batches  # these are in the order of the rest
         self._before = 0 if pending is None else self.taken
         self._order = Order(drawn_from(loader), pending and pending["order"], f" Or {_INSTEAD}.")
         return self._order.go_through(batches)
 
     def note_step(self, step: ReadStep) -> None:
-        """Record that a batch is trained on, here or by others."""
+        """Record that a batch is trained on, here or on other ranks."""
         self.taken, self._own, self._is_over = self.taken + 1, step.taken, step.is_last_step
 
     def to_skip(self, number: int) -> int:
-        """Return how many batches of the resumed pass are skipped, if Trainer counts `number` in all."""
+        """Return how many batches of the resumed pass to skip, if Trainer counts `number` in total."""
         return number if self._pending is None else self.taken
 
     def take_rest(self) -> DataLoaderShard | None:
-        """Return, once, the rest for this rank of an epoch that other ranks have started."""
+        """Return, once, this rank's rest of an epoch that other ranks started."""
         rest, self._rest = self._rest, None
         return rest
 
@@ -92,9 +92,9 @@ class Position:
         """Write the position into a checkpoint.
 
         Args:
-            folder: The checkpoint's.
-            epoch: The number of epochs that are over, by Trainer's count.
-            gives: Whether other ranks may train on this one's batches.
+            folder: The checkpoint's folder.
+            epoch: The number of finished epochs, by Trainer's count.
+            gives: Whether other ranks may train on this rank's batches.
         """
         accelerator = self._accelerator
         if self._order is None or self._loader is None:
@@ -117,19 +117,19 @@ class Position:
         write(folder, accelerator.process_index, record)
 
     def resume(self, trainer: Any, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
-        """Resume at the position in a checkpoint; all ranks meet.
+        """Resume at the position in a checkpoint; all ranks call this.
 
         Args:
             trainer: The trainer.
-            folder: The checkpoint's.
-            loader: The loader that is trained on.
+            folder: The checkpoint's folder.
+            loader: The training loader.
             values: The return value of `Trainer.set_initial_training_values`.
 
         Returns:
-            The same, or, if its epochs had another number of steps, the values for this job.
+            `values`; or this job's values, if the epochs of the checkpoint had a different number of steps.
 
         Raises:
-            UnsupportedError: The rest that they have left is not known.
+            UnsupportedError: The remaining samples cannot be determined.
         """
         args = trainer.args
         if not self._load(folder, loader.loader) or None in loader.lengths:
@@ -138,7 +138,7 @@ class Position:
         done, batches, before = _compat.steps_in(folder), len(loader), self.taken
         has_made_all = self._rest is None and done == self.passes * per_epoch + before // window
         if has_made_all or not (self._is_resized or self._is_at_end):
-            return values  # these ranks have made all of its steps, in epochs of the same length
+            return values  # these ranks made all of its steps, in epochs of equal length
         _compat.check_resizes(trainer, self._is_resized)
         if self._rest is not None:
             left = max(gather_objects(len(self._rest.batch_sampler), "What is left", None))
@@ -191,7 +191,7 @@ class Position:
 def _place_in(record: dict[str, Any]) -> dict[str, Any]:
     if "version" in record:
         return record["places"][0]  # type: ignore[no-any-return]
-    # Of 0.2.0, which the next release no longer reads.
+    # The format of 0.2.0, which the next release will not read.
     amid = bool(record["taken"]) or not record["order"]["ended"]
     known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
     return {**NO_MORE, **known, "order": record["order"], "epoch": None, "is_resized": False}

@@ -1,4 +1,4 @@
-"""One run of `train`, `evaluate` or `predict`: which ranks have a batch in each step, and their common operations."""
+"""One run of `train`, `evaluate` or `predict`: the active ranks of each step, and the operations of all ranks."""
 
 import math
 import time
@@ -50,11 +50,11 @@ from torch_join.integration import (
 
 
 class StepOperations(ActiveOperations, Participant):
-    """Accelerate's operations in a trainer: over the ranks that have a batch in a step, and over all between steps."""
+    """Accelerate's operations in a trainer: over the active ranks inside a step, and over all ranks between steps."""
 
     driver: StepDriver
 
-    in_step: Sequence[int] = ()  # the ranks with a batch, in a step in which the others run placeholders
+    in_step: Sequence[int] = ()  # the active ranks, in a step in which the others run placeholders
 
     def __init__(self, device: torch.device, driver: StepDriver, index: int) -> None:
         super().__init__(driver, index)
@@ -71,11 +71,11 @@ class StepOperations(ActiveOperations, Participant):
 
 
 class Run:
-    """What ranks do together from the start of a Trainer loop to its end.
+    """The joint work of the ranks from the start of a Trainer loop to its end.
 
-    In each step all ranks know which ranks have a batch: the loader announces it as it reads, several steps ahead.
-    A rank with a batch then runs Trainer's own step, whose loss is computed inside of the wrapper's forward; the
-    others follow its collectives, before, in and after it.
+    In each step all ranks know the active ranks, because the loader announces its batches several steps ahead. An
+    active rank runs Trainer's own step, which computes the loss inside the wrapper's forward. Joined ranks follow the
+    active ranks' collectives before, during and after that forward.
 
     Args:
         trainer: The trainer.
@@ -88,17 +88,17 @@ class Run:
         self._wrapper: Any = None
         self._model: Any = None  # the model that `compute_loss` gets
         self._follows_evaluation = False
-        self._reading: dict[bool, Evened] = {}  # by whether the batches are trained on
-        self._begins: dict[bool, bool] = {}  # by the same: whether Trainer is about to iterate over its loader
-        self._computed = self._backwards = 0  # in the current training step
-        self._epoch_ends = False  # Trainer has come to its last actions in an epoch
-        self._window_ranks: set[int] = set()  # those that have a batch in the optimizer's step
-        self._window_total = 0.0  # the sum of the counts of all ranks' micro-batches in the optimizer's step
-        self._factor: float | None = None  # of the loss, inside of such a step
+        self._reading: dict[bool, Evened] = {}  # by whether it is training
+        self._begins: dict[bool, bool] = {}  # same keys: whether Trainer is about to iterate over the loader
+        self._computed = self._backwards = 0  # calls in the current training step
+        self._epoch_ends = False  # whether Trainer has reached the end of an epoch
+        self._window_ranks: set[int] = set()  # the ranks with a batch in the current optimizer step
+        self._window_total = 0.0  # the sum of all ranks' counts in the current optimizer step
+        self._factor: float | None = None  # the factor of the loss, inside a training step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
         self.position = Position(trainer.accelerator)
-        self._source: int | None = None  # the rank that knows all steps since the last hand-over
+        self._source: int | None = None  # a rank that was active in all steps since the last hand-over
 
     def __enter__(self) -> "Run":
         trainer = self._trainer
@@ -141,18 +141,18 @@ class Run:
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
-        """Put around the loop: failures reach the other ranks, and all ranks leave at the same time."""
+        """Wrap the loop: failures reach the other ranks, and all ranks leave at the same time."""
         with telling_failures(self.channel):
             yield
             for reading in self._reading.values():
                 reading.leave()
             if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
-                self._join.sync_buffers()  # no later forward brings them to a rank without a batch
+                self._join.sync_buffers()  # no later forward brings the buffers to joined ranks
             self.driver.rebalancing.close()
             self.channel.close(meets=True)
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
-        """Exchange the lengths of all ranks' loaders; all ranks meet."""
+        """Exchange the lengths of all ranks' loaders; all ranks call this."""
         mine = loader.length, loader.own_examples, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
         lengths, examples, monitored = zip(*everyone, strict=True)
@@ -165,9 +165,9 @@ class Run:
     # ------------------------------------------------------------ reading
 
     def go_through(self, loader: EvenedLoader) -> Iterator[Any]:
-        """Return this rank's batches, followed by batches without rows as long as other ranks have some."""
+        """Return this rank's batches, and then batches without rows while other ranks have more."""
         if not self._begins.pop(loader.trains, False):
-            return loader.own_batches()  # for a callback, perhaps of one rank, or for Trainer, which counts tokens
+            return loader.own_batches()  # for a callback, perhaps on one rank, or for Trainer's token count
         batches = self._reading[loader.trains].go_through(loader)
         return self.position.begin(loader.loader, batches) if loader.trains else batches
 
@@ -187,12 +187,12 @@ class Run:
         if self._join is not None:
             self._join.check_unfrozen("before train()")
             self._join.catch_up()
-            if not self._monitors:  # which log a line themselves
+            if not self._monitors:  # monitors log a line themselves
                 self._join.note_end()
         return own(*args, **kwargs)
 
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
-        """Log; joined ranks repeat a log in a step of the tail: rank 0, which writes it, may be one of them."""
+        """Log; in the tail, joined ranks repeat the log, because rank 0, which writes it, may be one of them."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
             told = {name: _plain(value) for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
@@ -204,7 +204,7 @@ class Run:
         return own(args, state, control, logs, **kwargs)
 
     def _log_told(self) -> None:
-        """Log on a joined rank what the lowest active one has logged in the step."""
+        """On a joined rank, repeat the logs of the lowest active rank in this step."""
         trainer, told = self._trainer, self.driver.parting
         self.driver.parting = []
         for logs in told:
@@ -212,9 +212,9 @@ class Run:
             trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 
     def average_loss(self, loss: Tensor) -> None:
-        """Give all ranks the mean of their losses since the last log, as an epoch ends; all ranks call this.
+        """Average all ranks' losses since the last log at the end of an epoch; all ranks call this.
 
-        Trainer computes its `train_loss` from each rank's loss, as far as that was not logged.
+        Trainer computes its `train_loss` from each rank's loss in the steps that were not logged.
         """
         ends, self._epoch_ends = self._epoch_ends, False
         if ends:
@@ -231,10 +231,10 @@ class Run:
         self.hand_over_kept()
 
     def _take(self, trains: bool, inputs: Any) -> ReadStep | None:
-        """Return which ranks have a batch in the step of these inputs; `None` if they come from no evened loader.
+        """Return the step of these inputs, which lists the active ranks; `None` if no evened loader yielded them.
 
         Raises:
-            JoinError: They come from no loader that all ranks iterate over.
+            JoinError: The inputs come from a loader that not all ranks iterate over.
         """
         step = self._reading[trains].take(inputs)
         loader = self._trainer.callback_handler.train_dataloader
@@ -249,7 +249,7 @@ class Run:
     # ------------------------------------------------------------ training
 
     def _find_join(self) -> Lockstep:
-        """Return the object that trains the wrapped model, which is made when that is wrapped (anew)."""
+        """Return the object that trains the wrapped model; make a new one after the model was wrapped (again)."""
         trainer = self._trainer
         wrapper = trainer.model_wrapped
         if self._join is not None and wrapper is self._wrapper:
@@ -272,7 +272,7 @@ class Run:
                 " and has not been prepared before."
             )
         self._model = ddp.module
-        if wrapper is not ddp:  # compiled, and so is the model inside
+        if wrapper is not ddp:  # it is compiled, and so is the model inside
             plugin = trainer.accelerator.state.dynamo_plugin
             self._model = torch.compile(ddp.module, **plugin.to_kwargs())
         self._join = LockstepJoin(self.driver, ModelShadow(ddp))
@@ -305,7 +305,7 @@ class Run:
                 self._around_step.enter_context(join.before_forward())
                 loss = own(model, inputs, num_items_in_batch, **kwargs)
                 if join.in_tail and self._trainer.args.logging_nan_inf_filter:
-                    self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer is about to check the same
+                    self.driver.has_loss = bool(torch.isfinite(loss))  # Trainer makes the same check next
         if (self._computed, self._backwards) != (1, 1):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
@@ -317,7 +317,7 @@ class Run:
     def _run_step(
         self, join: PlaceholderLockstep, own: Callable[..., Tensor], inputs: Any, factor: float, shown: float
     ) -> Tensor:
-        """Run a step with a batch, or on a joined rank with a placeholder; return its loss, which is 0 there."""
+        """Run a step with a batch, or on a joined rank with a placeholder; return the loss, which is 0 there."""
         trainer, logs = self._trainer, self.driver.parting
         inputs = join.begin_step(self._kept(True) if join.joined else inputs)
         join.scale = factor
@@ -335,7 +335,7 @@ class Run:
         return _shown(loss, shown)
 
     def _among(self, active: Sequence[int]) -> AbstractContextManager[None]:
-        """Put around a step with placeholders: gathers and reductions are over the `active` ranks."""
+        """Wrap a step with placeholders: gathers and reductions are over the `active` ranks."""
         return setting(self._operations, in_step=active)
 
     @property
@@ -348,13 +348,13 @@ class Run:
         return None if loader is None else loader.kept
 
     def _serve(self, join: Lockstep) -> None:
-        """Let joined ranks take part in this one's collectives, until `_around_step` is closed."""
+        """Let joined ranks follow this rank's collectives, until `_around_step` is closed."""
         if join.in_tail and not join.runs_placeholders:
             self._source = join.active_ranks[0]
             self._around_step.enter_context(self.driver.step(join.active_ranks))
 
     def _follow_step(self, join: Lockstep, model: nn.Module) -> Tensor:
-        """Do on a joined rank what the others do in their step; its loss is 0."""
+        """Follow the active ranks' step on a joined rank; return a loss of 0."""
         trainer = self._trainer
         self._source = join.active_ranks[0]
         model.train()
@@ -368,7 +368,7 @@ class Run:
         return self._loss_of_no_batch()
 
     def _loss_of_no_batch(self) -> Tensor:
-        # Instead of a loss that is not finite Trainer adds an average: the mean of all ranks', if all do so.
+        # If a loss is not finite, Trainer adds an average instead: the mean of all ranks, if all ranks do so.
         return torch.full((), 0.0 if self.driver.has_loss else torch.nan, device=self._trainer.args.device)
 
     def _compute_loss(self, own: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -417,7 +417,7 @@ class Run:
         self._serve(join)
 
     def _factors(self, step: ReadStep, num_items: Any) -> tuple[float, float]:
-        """Return the factors of a rank's loss: before backward, and where the mean of all ranks is shown."""
+        """Return two factors of a rank's loss: for backward, and for showing the mean of all ranks."""
         trainer, weighting, world_size = self._trainer, self._trainer.weighting, self.channel.world_size
         if num_items is not None:
             if weighting in ("active", "samples"):
@@ -427,11 +427,11 @@ class Run:
                     " items in place of Trainer. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
                     " False on the trainer."
                 )
-            # Otherwise a rank divides by the items of its micro-batches, and those of a window are one loss.
+            # Without averaging, a rank divides by the items of its own micro-batches, and a window has one loss.
             averages = trainer.args.average_tokens_across_devices
             return 1.0, 1.0 if averages else world_size / len(self._window_ranks or step.active_ranks)
         if callable(weighting):
-            # Instead of Trainer's division by the number of micro-batches.
+            # Replaces Trainer's division by the number of micro-batches.
             factor = trainer.current_gradient_accumulation_steps * factor_of_count(
                 world_size, step.counted, self._window_total
             )
@@ -443,18 +443,18 @@ class Run:
         return (shown if weighting == "active" else 1.0), shown
 
     def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
-        """Start an optimizer step; in an evaluation, where Trainer calls this too, there is none.
+        """Start an optimizer step; do nothing in an evaluation, where Trainer calls this too.
 
         Args:
-            batches: Its micro-batches.
+            batches: The step's micro-batches.
             num_items: The number of items by which Trainer would divide its loss; `None` if it does not.
 
         Returns:
-            The number by which it does.
+            The number by which Trainer divides it.
 
         Raises:
             JoinValueError: That number is zero.
-            UnsupportedError: Each rank would divide by its own number.
+            UnsupportedError: Each rank would divide by a different number.
         """
         if not batches or self._evaluation is not None:
             return num_items
@@ -478,7 +478,7 @@ class Run:
         return torch.as_tensor(self._window_total, device=self._trainer.args.device)
 
     def hand_over_kept(self) -> None:
-        """Give ranks that had no batch in some step what the others have kept of it; all ranks meet."""
+        """Bring ranks that missed steps up to date, including the attributes in `kept`; all ranks call this."""
         if self._join is not None:
             self._join.catch_up()
         source, self._source = self._source, None
@@ -495,7 +495,7 @@ class Run:
 
     @contextmanager
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
-        """Put around an evaluation loop; all ranks meet. At its end the list holds each rank's samples in each step."""
+        """Wrap an evaluation loop on all ranks. At its end the list holds each rank's number of samples per step."""
         trainer, samples = self._trainer, list[list[int]]()
         self.tell_lengths(loader)
         self.hand_over_kept()
@@ -504,7 +504,7 @@ class Run:
         begin = time.monotonic()
         before, self._evaluation = self._evaluation, Evaluation(self.driver, trainer)
         own = trainer.gather_function
-        if self._evaluation.gathers_objects:  # otherwise it does in the first evaluation only
+        if self._evaluation.gathers_objects:  # Trainer itself does so in the first evaluation only
             own = partial(trainer.accelerator.gather_for_metrics, use_gather_object=True)
         trainer.gather_function = partial(self._evaluation.gather, own)
         self._begins[False] = True
@@ -517,7 +517,7 @@ class Run:
                 monitor.note_pause(time.monotonic() - begin)
 
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pad as Accelerate does, except lists with an entry for each sample: their length differs between ranks."""
+        """Pad as Accelerate does, except for lists with an entry per sample: their lengths differ between ranks."""
         evaluation = self._evaluation
         if evaluation is not None and evaluation.gathers_objects and isinstance(data, list):
             return data
@@ -552,7 +552,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _shown(loss: Tensor, factor: float) -> Tensor:
-    """Return the loss that Trainer adds to a sum that all ranks gather, in the same dtype on each."""
+    """Return the loss for the sum that Trainer gathers from all ranks, which needs the same dtype on each."""
     loss = loss.float() if loss.dtype == torch.float64 else loss
     return loss if factor == 1.0 else loss * factor
 

@@ -11,39 +11,39 @@ _FLAGS = ("should_epoch_stop", "should_training_stop")
 
 
 class Stopping:
-    """The requests of some ranks to all, in Trainer's `control`.
+    """Spreads stop requests in Trainer's `control` from some ranks to all.
 
-    Ranks do not meet for it. Each records, where Trainer reads the flags, whether it requests something. A rank that
-    does asks the others whether they do too: then all stop here. Otherwise it has told all of them by then, continues
-    to the next step, whose backward no rank finishes without it, and stops with all at that step's end.
+    The ranks do not meet for this. Where Trainer reads the flags, each rank records whether it requests a stop. A rank
+    that does asks the others whether they do too: if all do, all stop here. Otherwise it has notified all ranks, and
+    continues to the next step. No rank finishes that step's backward without it, and all stop at that step's end.
 
     Args:
         channel: The ranks' channel.
-        device: The accelerator to wait for at each step, if Trainer does not: else a rank could be several steps ahead.
+        device: The device to wait for in each step if Trainer does not; otherwise a rank could be several steps ahead.
     """
 
     def __init__(self, channel: Channel, device: torch.device | None) -> None:
         self._channel, self._device = channel, device
         self._places, self._last = 0, -1
-        self._held = [False, False]  # requests during an accumulation
-        self._asked = (False, False)  # this rank's requests that have to wait
+        self._held = [False, False]  # requests made during an accumulation
+        self._asked = (False, False)  # this rank's requests that wait for the next step
 
     def begin_epoch(self) -> None:
-        """Forget the requests of an epoch that is over."""
+        """Forget the requests to stop an epoch that has ended."""
         self._asked = False, self._asked[1]
 
     def hold(self, control: Any) -> None:
-        """Let requests during an accumulation wait for its end, where all ranks read them."""
+        """Postpone requests made during an accumulation to its end, where all ranks read them."""
         for place, flag in enumerate(_FLAGS):
             self._held[place] |= bool(getattr(control, flag))
             setattr(control, flag, False)
 
     def agree(self, control: Any, step: int) -> None:
-        """Make the flags the same on all ranks, each of which calls this at the same places.
+        """Make the flags equal on all ranks; each rank calls this at the same places.
 
         Args:
-            control: Trainer's, which is changed.
-            step: The number of the optimizer's last step.
+            control: Trainer's `control`, which is changed.
+            step: The number of the last optimizer step.
         """
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
@@ -78,7 +78,7 @@ class Stopping:
         elif agreed := channel.ask(place, [0], bool)[0]:
             agreed = channel.ask(verdict, [0], bool)[0]
         else:
-            channel.ask(place, others, bool)  # every rank that answers has read it
+            channel.ask(place, others, bool)  # ranks that answer have received the request
         if not agreed:
             self._asked = wants[0] or self._asked[0], wants[1] or self._asked[1]
             for flag in _FLAGS:
