@@ -51,7 +51,7 @@ def _own(
 
 
 def _operation(name: str) -> _Method:
-    """Return a method that calls the method of `Operations` with this name instead of Accelerate's."""
+    """Return a method that calls the method of `Operations` with this name in place of the accelerator method."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._operations, name)(*args, **kwargs)

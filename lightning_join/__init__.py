@@ -1,7 +1,7 @@
 """`Trainer(strategy="ddp_join")` and `Fabric(strategy="ddp_join")`: Lightning on uneven dataloaders, exactly.
 
-Importing this package registers the strategies and has no other effect. The Fabric strategies are in `fabric.py`, which
-is imported when one of them is created.
+Importing this package only registers the strategies. The Fabric strategies are in `fabric.py`, which is imported when
+one of them is created.
 
 Start reading at `_strategy.py`, which uses the folders, and `_strategy_protocol.py`, the only module of the strategy
 that the folders import. `_reading` (dataloaders), `_logging` and `_training` do not import each other; `_loops` imports

@@ -1,4 +1,4 @@
-"""The common part of the strategies of this package: everything except how they run a model's step."""
+"""The common part of this package's strategies: everything except running a model's step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,12 +41,12 @@ from torch_join.integration import (
     warn_renamed,
 )
 
-# What exists during a run only. Pickles and copies of a strategy, and of objects that refer to it, omit it.
+# Attributes that exist only in a run. Pickles and copies of a strategy, and of objects that refer to it, omit them.
 _OF_A_RUN = (
     *("channel", "driver", "join", "metrics", "_step_values", "_manual"),
     *("sets_up", "gathers_alike", "around_step"),
 )
-# Arguments of `Join` that would otherwise go to DDP, and what to do instead.
+# Arguments of `Join` that would otherwise go to DDP, and their replacements.
 _OF_OTHER_LOOPS = {
     "may_break": "Its loops end on all ranks together: set trainer.should_stop",
     "monitor": "Pass a lightning_join.JoinMonitor among the callbacks",
@@ -57,16 +57,16 @@ _OF_OTHER_LOOPS = {
 class Joining(JoiningStrategy):
     """A strategy that trains exactly on uneven dataloaders; `DDPJoinStrategy` describes its arguments."""
 
-    # Turns it back into the plain strategy that a `JoinCallback` has found.
+    # Restores the plain strategy that a `JoinCallback` has replaced.
     undo: Callable[[], None] | None = None
-    # What Lightning's messages recommend, and what to use here instead.
+    # Names in Lightning's messages, and the names to use instead.
     _remedies: ClassVar[dict[str, str]] = {}
     _step_values: StepValues | None = None
     _timeout: timedelta | None
-    monitored = False  # by a callback, in the fit that starts
+    monitored = False  # whether a monitor watches the fit that starts
     own_shards = False
 
-    # The chosen options, read-only: they are the same on all ranks.
+    # The user's options, read-only because they must be equal on all ranks.
     weighting = property(attrgetter("options.weighting"))
     throw_on_early_termination = property(attrgetter("options.throw_on_early_termination"))
     enable_join = property(attrgetter("options.enable"))  # until 0.3.0
@@ -104,15 +104,15 @@ class Joining(JoiningStrategy):
             self.check_arguments()
 
     def check_arguments(self) -> None:
-        """Raise if the strategy's arguments ask for an unsupported feature."""
+        """Raise if the strategy's arguments request an unsupported feature."""
 
     def __getstate__(self) -> dict[str, Any]:
-        without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the object in a fit, and in a setup
+        without = (*_OF_A_RUN, "batch_to_device", "process_dataloader")  # set on the instance in a fit and a setup
         return {name: value for name, value in super().__getstate__().items() if name not in without}
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """The source of the ranks: under Ray Train, its own environment, since Lightning's environments ignore Ray."""
+        """The environment that defines the ranks: under Ray Train always Ray's, because Lightning's ignore Ray."""
         return cast(ClusterEnvironment | None, vars(self)["cluster_environment"])
 
     @cluster_environment.setter
@@ -139,8 +139,8 @@ class Joining(JoiningStrategy):
     def begin_joining(self) -> None:
         """Take over the trainer's loops and open the channel, after the process group exists.
 
-        With one process, nothing is taken over: the strategy behaves like plain `ddp`. It also does if the user sets up
-        the environment outside of a run, before there is a model or a trainer.
+        With one process, nothing is taken over: the strategy behaves like plain `ddp`. The same holds if the user sets
+        up the environment outside of a run, before there is a model or a trainer.
         """
         trainer = _compat.trainer_of(self.lightning_module)
         if trainer is None:
@@ -176,7 +176,7 @@ class Joining(JoiningStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, precision = self.lightning_module, self.precision_plugin
         assert module is not None
-        # Lightning's own code, except around autograd's part: joined ranks repeat the collectives of hooks.
+        # Lightning's own code, except that autograd's part is wrapped. Joined ranks repeat the collectives of hooks.
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         with self.join.in_engine():
@@ -187,7 +187,7 @@ class Joining(JoiningStrategy):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this rank trains on at the current step: with `rebalance`, perhaps another rank."""
+        """The rank whose batch this rank trains on in the current step; with `rebalance`, it may be another rank."""
         share = self.join.share if self.join is not None else None
         return None if share is None else share.owner
 
@@ -198,7 +198,7 @@ class Joining(JoiningStrategy):
         return None if share is None else share.batch_idx
 
     def take_joinables(self) -> list[Joinable]:
-        """Return the user's joinables; all ranks meet. In a single process, also arrange to run their post-hooks."""
+        """Return the user's joinables; all ranks call this. A single process also prepares to run their post-hooks."""
         assert self.lightning_module is not None
         joinables = all_joinables(self.joinables, self.lightning_module, self.channel, self.monitored)
         if self.world_size == 1 and _compat.trainer_of(self.lightning_module) is not None:
@@ -208,7 +208,7 @@ class Joining(JoiningStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         kwargs = super().distributed_sampler_kwargs
-        if _compat.is_rays(self.cluster_environment):  # which has this worker's number of devices there
+        if _compat.is_rays(self.cluster_environment):  # where Lightning's count only this worker's devices
             kwargs |= {"num_replicas": self.world_size, "rank": self.global_rank}
         if self.options.enable and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
             mark_injected(kwargs, trainer.predicting)
@@ -229,7 +229,7 @@ class Joining(JoiningStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        # Under a `JoinCallback` the trainer's strategy is a plain one, and remains one.
+        # With a `JoinCallback`, the user's strategy is a plain one, so Lightning's advice is right.
         for plain, ours in self._remedies.items() if self.undo is None else ():
             exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
         self.channel.fail(exception)
@@ -239,7 +239,7 @@ class Joining(JoiningStrategy):
             super().teardown()
         finally:
             self.end_joining()
-            # No callback is torn down after an exception. (Without one, the module may not be attached yet.)
+            # Lightning tears down no callback after an exception. (Without one, the module may not be attached yet.)
             undo, trainer = self.undo, _compat.trainer_of(self.lightning_module)
             if undo is not None and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 undo()
@@ -252,10 +252,10 @@ class Joining(JoiningStrategy):
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
 
-    # ------------------------------------------------------------ who is in a step, and its collectives
+    # ------------------------------------------------------------ active ranks, and collectives
 
     def run_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `training_step` on a batch or, on a finished rank, on a placeholder, whose values are not logged."""
+        """Run `training_step` on a batch or, on a finished rank, on a placeholder, without logging its values."""
         assert self.join is not None
         assert self.lightning_module is not None
         with ExitStack() as stack:
@@ -330,7 +330,7 @@ class Joining(JoiningStrategy):
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def meet_in_set_up(self) -> None:
-        """Wait for all ranks in the set-up, on the channel: it reports a failed rank, where a collective would hang."""
+        """Wait for all ranks during set-up, on the channel: it reports a failed rank where a collective would hang."""
         if self.sets_up:
             self.channel.gather(None)
 

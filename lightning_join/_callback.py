@@ -25,7 +25,7 @@ from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting
 from torch_join.integration import Options, Placeholder
 
-# The class that a plain strategy gets.
+# The joining class of each plain strategy class.
 JOINING: dict[type[Strategy], type[Joining]] = {
     DDPStrategy: DDPJoinStrategy,
     FSDPStrategy: FSDPJoinStrategy,
@@ -37,7 +37,7 @@ JOINING: dict[type[Strategy], type[Joining]] = {
 class JoinCallback(Callback):
     """Makes a trainer's plain strategy train exactly on uneven dataloaders.
 
-    `Trainer(strategy="ddp", callbacks=[JoinCallback()])` does the same as `Trainer(strategy="ddp_join")`.
+    `Trainer(strategy="ddp", callbacks=[JoinCallback()])` is equivalent to `Trainer(strategy="ddp_join")`.
     The supported strategies are `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, each of these with
     `_find_unused_parameters_true` or `_false`, `DDPStrategy(...)`, `fsdp`, `fsdp_cpu_offload`,
     `FSDPStrategy(...)`, `ModelParallelStrategy(...)`, and the three strategies of Ray Train. When a run ends,
@@ -50,8 +50,8 @@ class JoinCallback(Callback):
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start
             of a run: there are two of these callbacks, or the dataloaders are already set up.
         JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is not Lightning's.
-        UnsupportedError: At the start of a run: the strategy's arguments ask for a feature that cannot train
-            on uneven inputs.
+        UnsupportedError: At the start of a run: the strategy's arguments request a feature that does not support uneven
+            inputs.
 
     Limits:
         With one device and Lightning's single-device strategy, the callback does nothing:
@@ -90,7 +90,7 @@ class JoinCallback(Callback):
 
 def _joining_of(strategy: Strategy) -> type[Joining] | None:
     if type(strategy).__module__.startswith("ray.train.lightning"):
-        from lightning_join import ray  # which may not be installed
+        from lightning_join import ray  # Ray may not be installed
 
         return ray.JOINING.get(type(strategy))
     return JOINING.get(type(strategy))
@@ -132,7 +132,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     strategy.begin_joining()
 
 
-# Not inside of `_upgrade`: the trainer may be pickled in between.
+# A function of the module, because the trainer may be pickled before it is called.
 def _undo(
     trainer: Any,
     strategy: Any,

@@ -1,4 +1,4 @@
-"""Checks, before training starts, for what cannot be trained on uneven inputs yet."""
+"""Checks, before training starts, for features that do not support uneven inputs."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from torch_join import UnsupportedError
 
 def check_strategy(strategy: DDPStrategy) -> None:
     """Raise if the strategy's arguments request something unsupported."""
-    # Imported here, since it imports all of torch.distributed.optim.
+    # Imported here, because it imports all of torch.distributed.optim.
     import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
 
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
@@ -27,9 +27,9 @@ def check_strategy(strategy: DDPStrategy) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Raise if the module trains, or evaluates, in an unsupported way."""
+    """Raise if the module trains or evaluates in an unsupported way."""
     for hook in ("training_step", "validation_step", "test_step"):
-        if not is_overridden(hook, module):  # it may be None, so that Lightning omits the validation
+        if not is_overridden(hook, module):  # a hook may be None, so that Lightning skips the validation
             continue
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
             raise UnsupportedError(
@@ -39,7 +39,7 @@ def check_module(module: LightningModule) -> None:
 
 
 def check_manual(module: LightningModule, ddp: DistributedDataParallel) -> None:
-    """Raise if a module that optimizes manually would never get the average of its first gradients."""
+    """Raise if the first gradients of a module with manual optimization would never be averaged."""
     if ddp.static_graph and not module.automatic_optimization and not _compat.AVERAGES_FIRST_OF_STATIC_GRAPH:
         raise UnsupportedError(
             f"{type(module).__name__} optimizes manually, and under static_graph=True this version of Lightning never"

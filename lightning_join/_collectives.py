@@ -1,4 +1,4 @@
-"""A strategy's own collectives: in a step for which some ranks have no batch, over the ranks that have one."""
+"""A strategy's own collectives: in the tail, they run over the active ranks only."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,25 +12,25 @@ from torch_join.integration import Channel, Options, gather_objects, in_backward
 
 
 class ActiveCollectives:
-    """What the strategies of the Trainer and of Fabric share; a base class before Lightning's own class.
+    """The common part of the Trainer's and Fabric's strategies; a base class before Lightning's own class.
 
-    A rank that has no batch mirrors the others' collectives. Averages are then over the ranks that have one, gathers
-    return only their entries, and a broadcast from a rank that has none comes from the lowest rank that has one.
+    A joined rank mirrors the active ranks' collectives. Averages are over the active ranks, gathers return only their
+    entries, and a broadcast from a joined rank comes from the lowest active rank instead.
     """
 
     options: Options
-    # Whether tensors gathered now surely have the same shape on all ranks: they come from batches that are all full.
+    # Whether gathered tensors are certain to have the same shape on all ranks, because all their batches are full.
     gathers_alike = False
     world_size: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        with suppress(TypeError, ValueError):  # a user's class whose parameters have no common order with ours
+        with suppress(TypeError, ValueError):  # a user's class may order its parameters differently
             cls.__signature__ = whole_signature(cls, ActiveCollectives)  # type: ignore[attr-defined]
 
     @property
     def all_call(self) -> bool:
-        """Whether ranks without a batch make each call too, on a placeholder."""
+        """Whether joined ranks also make every call, on a placeholder."""
         return False
 
     @property
@@ -39,7 +39,7 @@ class ActiveCollectives:
         return False
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        """Return the ranks that have a batch, in a step for which some rank has none; otherwise `None`."""
+        """Return the active ranks, in a step in which some rank has no batch; otherwise `None`."""
         raise NotImplementedError
 
     @property
@@ -48,10 +48,10 @@ class ActiveCollectives:
         raise NotImplementedError
 
     def check_backward(self, everyone: bool) -> None:
-        """Record that gradients flow through a gather, of all ranks or of some.
+        """Record that gradients flow through a gather, over all ranks (`everyone`) or over some.
 
         Raises:
-            UnsupportedError: Ranks without a batch cannot follow it.
+            UnsupportedError: Joined ranks cannot follow it.
         """
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -62,25 +62,25 @@ class ActiveCollectives:
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         ranks = self.find_step_ranks()
         everyone = group is None or group == dist.group.WORLD
-        # What checkpointing recomputes in backward was checked in forward.
+        # A forward that activation checkpointing repeats in backward has been checked before.
         if everyone and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
             self._check_shapes(self._shapes_of_all(tensor))
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward:
             self.check_backward(everyone)
-        # Detached: a tensor without a backward must not look as if it had one.
+        # Detached, so that a tensor without a backward does not look as if it had one.
         gathered: Tensor = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)  # type: ignore[misc]
         return gathered if ranks is None else gathered[active_places(ranks, group)]
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all ranks that take part, without gradients; all of these call it.
+        """Return the rows of all ranks that take part, without gradients; each of these ranks calls this.
 
         Args:
-            tensor: This rank's tensor, with any number of rows, also none; its other dimensions are as on the other
-                ranks.
+            tensor: This rank's tensor, with any number of rows, even none. Its other dimensions must equal those on the
+                other ranks.
 
         Returns:
-            One tensor of all rows, in the order of the ranks.
+            A tensor with all rows, in the order of the ranks.
 
         Raises:
             UnsupportedError: The ranks' tensors differ in more than their number of rows.
@@ -96,7 +96,7 @@ class ActiveCollectives:
         return join_rows(tensor, rows, lambda padded: own(padded)[list(shapes)])
 
     def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
-        """Exchange the shapes of the tensors to gather: gloo ends the process if one does not fit."""
+        """Exchange the shapes of the tensors to gather, because gloo ends the process if one does not fit."""
         mine, ranks = [*tensor.shape], self.find_step_ranks()
         if not self.options.enable or self.world_size == 1 or not dist.is_initialized():
             return {0: mine}
@@ -126,10 +126,10 @@ class ActiveCollectives:
 
 
 def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
-    """Return the tensor that a rank running a placeholder contributes to a reduction, instead of its tensor.
+    """Return the tensor that a rank with a placeholder contributes to a reduction in place of its tensor.
 
     Raises:
-        UnsupportedError: There is no such tensor.
+        UnsupportedError: The reduction has no neutral value.
     """
     name = "sum" if is_mean(reduce_op) else str(reduce_op).lower().removeprefix("redoptype.").removeprefix("reduceop.")
     values: dict[str, float] = {"sum": 0, "product": 1}
@@ -150,6 +150,6 @@ def is_mean(reduce_op: Any) -> bool:
 
 
 def active_places(ranks: tuple[int, ...], group: Any | None) -> list[int]:
-    """Return the places, among the ranks of a group, of those that take part."""
+    """Return the positions of the active ranks within a group."""
     whole = dist.group.WORLD if group is None else group  # older torch does not take `None` for it
     return [place for place, rank in enumerate(dist.get_process_group_ranks(whole)) if rank in ranks]

@@ -47,16 +47,16 @@ from torch_join.integration import check_names
 
 
 def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return the arguments with which Lightning wraps a model, in a separate CUDA stream.
+    """Return the arguments with which Lightning wraps a model in DDP; it does so in a separate CUDA stream.
 
-    No other stream waits for the parameters that DDP sends in that one, and if a model is wrapped again some gradients
-    would be accumulated in the previous stream, for which the new one does not wait.
+    This package does not: no other stream waits for the parameters that DDP sends in that stream. If a model is wrapped
+    again, some gradients would be accumulated in the previous stream, and the new one does not wait for it.
     """
     return {"device_ids": strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs}
 
 
-# Under `static_graph` DDP's first average waits for a forward's output, which is none in manual optimization.
-# From 2.6 on Lightning requests that average.
+# With `static_graph`, DDP's first average waits for a forward's output, and manual optimization has none. Lightning
+# requests that average since 2.6.
 AVERAGES_FIRST_OF_STATIC_GRAPH = "post_backward" in vars(DDPStrategy)
 
 
@@ -71,12 +71,12 @@ def validation_interval(trainer: "pl.Trainer") -> float | None:
 
 
 def saves_on_exception(callback: Any) -> bool:
-    """Whether it is a `ModelCheckpoint` that saves when a run raises, as newer ones may."""
+    """Whether `callback` is a `ModelCheckpoint` that saves when a run raises; only newer versions can do this."""
     return isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False)
 
 
 def wrapped_sampler(sampler: Any) -> Any:
-    """Return the user's sampler whose samples Lightning's sampler for `predict` deals out."""
+    """Return the user's sampler inside Lightning's sampler for `predict`."""
     return sampler.dataset._sampler
 
 
@@ -91,14 +91,14 @@ def deal_out_nothing(trainer: "pl.Trainer") -> None:
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:
-    """Whether one of the loops that join has made its dataloaders."""
+    """Whether one of the loops already has dataloaders."""
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     loops += (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return any(loop._combined_loader is not None for loop in loops)
 
 
 def epoch_end_step(trainer: "pl.Trainer") -> int:
-    """Return the step at which Lightning logs the values of an epoch's end, that of its last batch."""
+    """Return the step at which Lightning logs values at the end of an epoch: the step of its last batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped - 1
 
 
@@ -113,7 +113,7 @@ def get_cycled(loader: CombinedLoader) -> list[bool]:
 
 
 def set_cycled(loader: CombinedLoader, cycled: list[bool]) -> None:
-    """Set on a new iterator what `get_cycled` returned."""
+    """Set the value that `get_cycled` returned on a new iterator."""
     if cycled:
         iterator: Any = loader._iterator
         iterator._consumed = list(cycled)
@@ -127,7 +127,7 @@ def set_limits(loader: CombinedLoader, limits: list[int | float]) -> None:
 
 
 class _Watched:
-    """An iterator that records whether it has ended, and calls `act` when it does."""
+    """An iterator that records whether it has ended, and calls `act` at its end."""
 
     def __init__(self, iterator: Iterator[Any], act: Callable[[], None]) -> None:
         self.iterator, self._act = iterator, act
@@ -150,9 +150,9 @@ class _Watched:
 
 
 def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list[Any]:
-    """Return, for a new iterator, an object for each part that says whether it `ended`; `act` is called then.
+    """Return an object for each part of a new iterator: its `ended` tells whether the part has ended.
 
-    A part that is cycled restarts then.
+    `act` is called when a part ends. A cycled part then restarts.
     """
     iterator: Any = loader._iterator
     parts = zip(iterator.iterators, loader.flattened, strict=True)

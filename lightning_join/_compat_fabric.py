@@ -21,13 +21,13 @@ __all__ = ["FabricOptimizer", "MultiProcessingLauncher", "acting_for_main", "con
 def convert_state(
     strategy: Any, state: dict[str, Any], only: Mapping[str, Callable[[str, Any], bool]]
 ) -> dict[str, Any]:
-    """Return a checkpoint's contents, with state dicts in place of objects, and only what passes a filter."""
+    """Return the contents of a checkpoint that pass a filter, with state dicts in place of objects."""
     found: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter=only)
     return found
 
 
 def acting_for_main() -> AbstractContextManager[None]:
-    """Let this process do what only rank 0 does."""
+    """Make this process act as rank 0."""
     return setting(rank_zero_only, rank=0)
 
 

@@ -21,16 +21,16 @@ from torch_join.integration import Channel, EpochRecord, Stopwatch
 
 
 class JoinMonitor(Callback):
-    """Logs, per epoch, the batches and shadow steps of each rank, and the share of time that ranks were idle.
+    """Logs each rank's batches and shadow steps per epoch, and the share of time that ranks were idle.
 
-    A rank is idle once it has joined: it has run out of batches and other ranks have not. (Waiting for a
-    slower rank inside a step does not count as idle, and validation time is excluded.)
+    A rank is idle once it has joined: it has run out of batches while other ranks have not. (Waiting for a slower rank
+    inside a step does not count as idle, and validation time is excluded.)
 
     After each epoch, rank 0 prints one line and logs these values to the trainer's loggers: `join/idle_share`
     (of all ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
     `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until the rank joined). With more than 16
     ranks, the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
-    Over all ranks, it logs `join/idle_seconds`, their sum; `join/skew`, the longest rank's batches over the mean; and
+    It also logs `join/idle_seconds`, the sum over all ranks; `join/skew`, the longest rank's batches over the mean; and
     the savings of rebalancing, `join/steps_to_save` and `join/seconds_to_save` (an estimate from the mean step).
     If batches are rebalanced, it also logs `join/donated`, `join/donated_bytes` and `join/steps_saved` of all ranks.
 
@@ -52,7 +52,7 @@ class JoinMonitor(Callback):
             trainer is not Lightning's.
 
     Attributes:
-        epochs: The records of all ranks in each epoch of the fit, the same on every rank.
+        epochs: The records of all ranks in each epoch of the fit, equal on every rank.
 
     Limits:
         A resumed epoch counts from the batch where it resumes.

@@ -15,7 +15,7 @@ _ENGINES: dict[str, dict[str, Any]] = {
 
 
 def names(of_fabric: bool) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Yield for each name: its class, the name, a description, and the arguments of the class."""
+    """Yield for each name its class, the name, a description, and the arguments of the class."""
     what = "on uneven dataloaders"
     for suffix, method in _START_METHODS.items():
         options = {"start_method": method}

@@ -25,7 +25,7 @@ from torch_join.integration import (
 
 
 class Sharded(Joining):
-    """The common part of the strategies for sharded models: how they run a step."""
+    """The common part of the strategies for sharded models: running a step."""
 
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
@@ -40,7 +40,7 @@ class Sharded(Joining):
         if fitting and self.options.placeholder is not None:
             self.join = PlaceholderLockstep(self.driver, model, self.take_joinables())
             return
-        if not (is_sharded_model(model) or is_engine(model)):  # an engine averages in each stage
+        if not (is_sharded_model(model) or is_engine(model)):  # a DeepSpeed engine averages in each ZeRO stage
             raise UnsupportedError(
                 f"{type(module).__name__} has no module that FSDP has sharded, so {type(self).__name__} would never"
                 " average its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
@@ -80,26 +80,26 @@ class Sharded(Joining):
 
 
 class _WholeResultLauncher(_compat.MultiProcessingLauncher):
-    """Returns the whole weights to the main process; Lightning's launcher returns only the shard of rank 0."""
+    """Returns the complete weights to the main process; Lightning's launcher returns only the shard of rank 0."""
 
     def _collect_rank_zero_results(self, trainer: "Trainer", results: Any) -> Any:
         strategy: Any = self._strategy
         with setting(strategy, _state_dict_type="full"):
             state = strategy.lightning_module_state_dict()
         module: Any = trainer.lightning_module
-        module.state_dict = lambda: state  # of this object, in a process that ends then
+        module.state_dict = lambda: state  # replaced on this object, in a process that is about to end
         return super()._collect_rank_zero_results(trainer, results)
 
 
 class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
-    A rank that runs out of batches stays in the fit loop, in step with the others: it takes part in each gather of
-    parameters and each reduction of gradients, and updates its shards, until the last rank is done.
+    A rank that runs out of batches stays in the fit loop. It takes part in each gather of parameters and each reduction
+    of gradients, and updates its shards, until the last rank has finished.
 
     Args:
         *args: The positional arguments of `FSDPStrategy`.
-        start_method: How processes are started, as in `DDPStrategy`.
+        start_method: How to start processes, as in `DDPStrategy`.
         **kwargs: The options of `DDPJoinStrategy` (`weighting`, ...), and the keyword arguments of `FSDPStrategy`.
 
     Raises:
@@ -146,8 +146,8 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
 class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed that trains exactly on uneven dataloaders, with ZeRO stages 0 to 3 and offload to the CPU.
 
-    A rank that runs out of batches stays in the fit loop, in step with the others: it replays the calls of the others'
-    engines with zero gradients, and updates its shards, until the last rank is done.
+    A rank that runs out of batches stays in the fit loop. It replays the calls of the active ranks' engines with zero
+    gradients, and updates its shards, until the last rank has finished.
 
     Args:
         *args: The positional arguments of `DeepSpeedStrategy`.

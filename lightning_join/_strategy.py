@@ -23,40 +23,40 @@ from torch_join.integration import LockstepJoin, ModelShadow, PlaceholderLockste
 class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     """DDP that trains exactly on uneven dataloaders.
 
-    A rank that runs out of batches stays in the fit loop, in step with the others, and takes part in
-    every gradient all-reduce with zero gradients until the last rank is done. So optimizers,
-    schedulers, callbacks, validation and checkpoints work as they do on even inputs.
+    A rank that runs out of batches stays in the fit loop. It takes part in every gradient all-reduce with zero
+    gradients until the last rank has finished. So optimizers, schedulers, callbacks, validation and checkpoints work as
+    on even inputs.
 
     Args:
         *args: The positional arguments of `DDPStrategy`.
-        weighting: How the gradients of the ranks that have a batch are combined: `"world"` (the default),
-            their sum over the world size; `"active"`, their mean; `"samples"`, weighted by batch size, as
-            in one process that trains on the union of the batches; a function, weighted by the number that
-            it returns for a batch from the dataloader, such as its number of tokens.
+        weighting: How to combine the gradients of the active ranks: `"world"` (the default) divides their sum by the
+            world size; `"active"` takes their mean; `"samples"` weights them by batch size, like one process that
+            trains on the union of the batches. A function returns the weight of a batch from the dataloader, such as
+            its number of tokens.
         divide_by_initial_world_size: torch's argument for the weighting: `True` is `"world"`, `False` is
             `"active"`.
-        throw_on_early_termination: Whether to end the fit on all ranks, with an
-            `EarlyTerminationError`, when the first rank runs out while others have batches.
+        throw_on_early_termination: Whether to end the fit on all ranks, with an `EarlyTerminationError`, when the first
+            rank runs out of batches before others.
         enable: `False` makes this a plain `DDPStrategy`.
         joinables: Further `torch.distributed.algorithms.Joinable`s whose collectives a step issues, in
             addition to those that the module's `configure_joinables()` returns.
-        backward_collectives: Whether backwards may run collectives although no autograd function ran one in the
-            forward; if one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
+        backward_collectives: Whether a backward may run collectives although no autograd function ran one in the
+            forward. Collectives of such functions (SyncBatchNorm, `torch.distributed.nn.functional`) are detected.
         rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
             number of ranks) steps. This changes the training trajectory: there are fewer steps, each with more batches.
         placeholder: The batch on which a finished rank runs `training_step`, for models that live on several ranks:
             `"last"`, its last batch; `"rows"`, that batch without samples; or a function that takes that batch and
             returns the placeholder. The loss has zero weight, and the step logs nothing.
         hand_over_buffers: Whether a finished rank takes over, after each step, the buffers that are not broadcast
-            (`broadcast_buffers=False`, ignored buffers, FSDP's buffers). `None`: only in modules whose buffers are the
-            same on all ranks that have trained, at the time when the first rank runs out.
-        own_shards: Whether each rank's dataloaders are over its own data, which Lightning must not shard again: as
-            `Trainer(use_distributed_sampler=False)`.
+            (`broadcast_buffers=False`, ignored buffers, FSDP's buffers). `None`: only in modules whose buffers were
+            equal on all ranks that had trained when the first rank ran out of batches.
+        own_shards: Whether each rank's dataloaders read its own data, so that Lightning must not shard it again, as
+            with `Trainer(use_distributed_sampler=False)`.
         **kwargs: The keyword arguments of `DDPStrategy`, including those of `DistributedDataParallel`.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.
-        UnsupportedError: The arguments ask for a feature that cannot train on uneven inputs yet.
+        UnsupportedError: The arguments request a feature that does not support uneven inputs.
 
     Limits:
         `docs/lightning.md` lists the unsupported cases, which raise.
@@ -64,7 +64,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
 
     strategy_name = "ddp_join"
 
-    # What Lightning's advice on unused parameters recommends, and what to use here instead.
+    # Names in Lightning's advice on unused parameters, and the names to use instead.
     _remedies: ClassVar[dict[str, str]] = {
         "strategy='ddp_find": "strategy='ddp_join_find",
         "strategy=DDPStrategy(": "strategy=DDPJoinStrategy(",
@@ -105,7 +105,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self.model = self.model.module
         self.configure_ddp()
-        gc.collect()  # with the old one's hooks
+        gc.collect()  # frees the old wrapper and its hooks
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if isinstance(self.join, PlaceholderLockstep):
@@ -137,8 +137,8 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.join is None:
             return super().validation_step(*args, **kwargs)
-        # Not through the DDP wrapper, which broadcasts buffers per batch: ranks differ in the number of batches. The
-        # buffers were made the same when the validation started.
+        # Does not call the DDP wrapper, which broadcasts buffers in each batch, because ranks have different numbers of
+        # batches. The buffers were made equal at the start of the validation.
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self.lightning_module.validation_step(*args, **kwargs)

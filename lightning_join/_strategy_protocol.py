@@ -1,4 +1,4 @@
-"""The interface of the strategy for the other modules of this package, and how they get it from a trainer."""
+"""The strategy's interface for the other modules of this package, and functions that get it from a trainer."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,21 +21,21 @@ from torch_join.integration import (
 
 
 class JoiningStrategy(ParallelStrategy):
-    """The strategy, as the loops, the logged values and the training modules see it; none of them imports a real one.
+    """The strategy's interface for the loops, logging and training modules, none of which imports a concrete strategy.
 
     Attributes:
         options: The user's options.
-        channel: Small messages between the ranks, and the meetings of all of them. Until a run of several processes
-            starts it has a single rank.
-        driver: Serves, on a rank without a batch, the others' operations in a step; `None` outside of a run.
-        join: Knows which ranks have a batch at each step of a fit, and what one without runs; `None` outside of a fit.
+        channel: Sends small messages between the ranks, and lets all ranks meet. It has a single rank until a run of
+            several processes starts.
+        driver: Runs the active ranks' operations on a joined rank in a step; `None` outside of a run.
+        join: Knows the active ranks of each step of a fit, and runs the steps of joined ranks; `None` outside of a fit.
         metrics: The module's torchmetrics metrics; `None` outside of a run.
         around_step: The contexts around a training step's transfer, then around its hooks.
-        gathers_alike: Whether tensors gathered now surely have the same shape on all ranks.
-        sets_up: Whether no loop has run since the channel was opened: the other ranks do not learn yet why a rank for
-            which they wait has ended.
-        evaluated_by: The ranks with a batch, in a step of an evaluation or a prediction that the others run on
-            placeholders; otherwise `None`.
+        gathers_alike: Whether gathered tensors are certain to have the same shape on all ranks.
+        sets_up: True during set-up, before any loop runs: the cause of a rank's failure is not reported to other ranks
+            yet.
+        evaluated_by: The active ranks, in a step of an evaluation or a prediction in which the others run placeholders;
+            otherwise `None`.
     """
 
     options: Options
@@ -50,21 +50,21 @@ class JoiningStrategy(ParallelStrategy):
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not: its step is a shadow, or a placeholder's."""
+        """Whether this rank has run out of batches while others have not, so its step is a shadow or a placeholder."""
         if self.evaluated_by is not None:
             return self.global_rank not in self.evaluated_by
         return self.join is not None and self.join.in_tail and self.join.joined
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        """Return the ranks that have a batch, in a step for which some rank has none; otherwise `None`."""
+        """Return the active ranks, in a step in which some rank has no batch; otherwise `None`."""
         return self.driver.ranks if self.driver is not None else None
 
     @contextmanager
     def around_run(self, last: bool = True) -> Iterator[None]:
-        """Put around a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
+        """Wrap a run of a loop: failures reach the other ranks, and all ranks leave at the same time.
 
         Args:
-            last: Whether no other loop runs after it before the teardown.
+            last: Whether this is the last loop before the teardown.
         """
         self.sets_up = False
         with telling_failures(self.channel):
@@ -75,18 +75,18 @@ class JoiningStrategy(ParallelStrategy):
             self.channel.gather(None)
 
     def counting_nothing(self) -> AbstractContextManager[object]:
-        """Put around a step on a placeholder: its logged values and its updates of metrics do not count."""
+        """Wrap a step on a placeholder: its logged values and its updates of metrics do not count."""
         raise NotImplementedError
 
     def wrap_again(self) -> None:
-        """Rebuild DDP, on all ranks, for the parameters that train now."""
+        """Rebuild DDP on all ranks for the parameters that are trained now."""
 
     def shadow_training_step(self) -> Tensor:
-        """Do on a joined rank what `training_step` does on the active ones, and return a scalar zero as the loss."""
+        """Follow the active ranks' `training_step` on a joined rank, and return a scalar zero as the loss."""
         raise NotImplementedError
 
     def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
-        """Put around the update of a logged value: joined ranks take part in the reduction of its step value."""
+        """Wrap the update of a logged value: joined ranks take part in the reduction of its step value."""
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
 
 def rebalancing_of(trainer: "pl.Trainer") -> Rebalancing | None:
     """Return the object that rebalances the batches of this run, if they are rebalanced."""
-    driver: StepDriver | None = getattr(trainer.strategy, "driver", None)  # Lightning's strategy of one device has none
+    driver: StepDriver | None = getattr(trainer.strategy, "driver", None)  # Lightning's single-device strategy has none
     return driver.rebalancing if driver is not None and driver.rebalancing.enabled else None
 
 
@@ -109,7 +109,7 @@ def metrics_of(trainer: "pl.Trainer") -> ModuleMetrics:
 
 
 def join_of(trainer: "pl.Trainer") -> Lockstep:
-    """Return the join of the fit that is running."""
+    """Return the join of the current fit."""
     join: Lockstep | None = trainer.strategy.join  # type: ignore[attr-defined]
     assert join is not None
     return join

@@ -1,7 +1,7 @@
 """Lightning Fabric on uneven dataloaders, exactly: `Fabric(strategy="ddp_join")`.
 
 Each loop over a dataloader from `fabric.setup_dataloaders` is a `torch_join.Join` context around everything that Fabric
-has set up; at its end, it serves the ranks that have more batches. Nothing else changes in the script.
+has set up. At its end, the loop serves the ranks that have more batches. Nothing else changes in the script.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
     Args:
         *args: The positional arguments of `DDPStrategy`.
         **kwargs: The options of `Join` (`weighting`, `rebalance`, `monitor`, ...), `joinables`, and the keyword
-            arguments of `DDPStrategy`. Its `timeout` is also how long a rank waits for another in a loop.
+            arguments of `DDPStrategy`. Its `timeout` also limits how long a rank waits for another rank in a loop.
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`.

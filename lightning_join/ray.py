@@ -38,7 +38,7 @@ class RayDeepSpeedJoinStrategy(DeepSpeedJoinStrategy, RayDeepSpeedStrategy):  # 
     """`DeepSpeedJoinStrategy` under Ray Train, with the same arguments."""
 
 
-# The class that a Ray strategy gets.
+# The joining class of each strategy class of Ray.
 JOINING: dict[type[Strategy], type[Joining]] = {
     RayDDPStrategy: RayDDPJoinStrategy,
     RayFSDPStrategy: RayFSDPJoinStrategy,

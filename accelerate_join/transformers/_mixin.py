@@ -1,4 +1,4 @@
-"""A mixin for `transformers.Trainer`: its loaders have equally many steps on all ranks, and each loop has a `Run`."""
+"""A mixin for `transformers.Trainer`: its loaders have the same steps on all ranks, and each loop has a `Run`."""
 
 import inspect
 import math

@@ -10,25 +10,25 @@ T = TypeVar("T")
 
 
 class JoinedLoader(Generic[T]):
-    """A loader that was set up; at its end, each loop over it serves the ranks that have more batches.
+    """A loader that was set up. At its end, each loop over it serves the ranks that have more batches.
 
     Args:
-        loader: The loader over which Fabric itself would iterate.
+        loader: The loader that Fabric itself would iterate over.
         joins: The strategy.
-        number: The loader's number, the same on all ranks; 0 if not all ranks have set it up.
+        number: The loader's number, equal on all ranks; 0 if not all ranks have set it up.
 
     Attributes:
         number: See above.
-        positions: Starts the next loop over the loader at the position from a checkpoint.
+        positions: Starts the next loop over the loader at the position of a checkpoint.
         is_within: Whether the last loop over it was part of another iterable, such as a zip.
     """
 
     def __init__(self, loader: Iterable[T], joins: Any, number: int = 0) -> None:
-        self.__dict__.update(getattr(loader, "__dict__", {}))  # as Fabric's own wrapper, which looks for the sampler
+        self.__dict__.update(getattr(loader, "__dict__", {}))  # as in Fabric's own wrapper, to find the sampler
         self._joined_loader, self._joins, self.number = loader, joins, number
         self.positions = Resuming(joins.global_rank, joins.world_size)
         self.is_within = False
-        self._epochs_before = 0  # which Fabric, whose count starts from 0, does not know
+        self._epochs_before = 0  # the epochs before this process, which Fabric does not count
 
     def __iter__(self) -> Iterator[T]:
         found: Iterator[T] = self._joins.go_through(self, self._joined_loader)
@@ -43,7 +43,7 @@ class JoinedLoader(Generic[T]):
         return getattr(self._joined_loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every rank's position, from which a loop can resume; all ranks that have a batch call this."""
+        """Return every rank's position, from which a loop can resume; all active ranks call this."""
         found: dict[str, Any] = self._joins.state_of_loader(self)
         return found
 
@@ -59,7 +59,7 @@ class JoinedLoader(Generic[T]):
         return self.positions.reader
 
     def tell_epoch(self, loader: Any) -> None:
-        """Set the epoch of its samplers: Fabric has set it, but counts epochs from 0 in each process."""
+        """Set the epoch of the loader's samplers: Fabric has set it, but counts epochs from 0 in each process."""
         place = self.positions.place
         told = [] if place is None else told_epochs(loader, place["begun"])
         for sampler in self._samplers(loader):
@@ -76,7 +76,7 @@ class JoinedLoader(Generic[T]):
 
 
 class _AheadReader(Reader[T]):
-    """Reads one batch ahead, so that it knows which batch is the last."""
+    """Prefetches one batch, to know which batch is the last."""
 
     dealer = "Fabric's sampler", "Pass setup_dataloaders(..., use_distributed_sampler=False)"
     _reads_ahead = True

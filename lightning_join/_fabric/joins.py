@@ -1,4 +1,4 @@
-"""The common part of the Fabric strategies: everything except how they set up a model."""
+"""The common part of the Fabric strategies: everything except setting up a model."""
 
 import gc
 import weakref
@@ -48,18 +48,18 @@ _BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
 
 
 class Joins:
-    """A Fabric strategy whose dataloaders serve other ranks; a base before `ActiveCollectives` and a Fabric strategy.
+    """A Fabric strategy whose dataloaders serve other ranks; a base class before `ActiveCollectives` and Fabric's.
 
     Args:
         *args: The positional arguments of the Fabric strategy.
-        joinables: Further objects that take part, in addition to all that are set up: averages, metrics, LR schedulers.
+        joinables: Objects that take part in addition to those that were set up: averages, metrics, LR schedulers.
         weighting: As in `torch_join.Join`, like all other arguments.
         monitor: A `torch_join.JoinMonitor`, whose values also go to Fabric's loggers.
         **kwargs: The keyword arguments of the Fabric strategy.
 
     Attributes:
-        joinables: The argument, which may be set at any time outside of loops.
-        fabric: The `Fabric` that has this strategy, once an object has been set up.
+        joinables: The argument; it may be changed at any time outside of loops.
+        fabric: The `Fabric` that uses this strategy, once an object has been set up.
     """
 
     precision: Any
@@ -69,10 +69,10 @@ class Joins:
     fabric: Fabric | None = None
     _driver: LoopDriver | None = None  # of the open context
     _operations: Operations | None = None
-    _within: str | None = None  # why ranks cannot communicate in a loop within another one
+    _within: str | None = None  # describes a nested loop in which ranks cannot communicate
     _deals_out = False  # whether a loader's sampler divides a dataset among the ranks
     _numbered = 0  # the number of loaders that were set up
-    _inner = 0  # the number of loops running within the current one
+    _inner = 0  # the number of loops that run inside the current one
 
     @renamed
     def __init__(
@@ -108,11 +108,11 @@ class Joins:
         # Appears in the error with which a Trainer refuses this object.
         return f"<{type(self).__module__}.{type(self).__name__}, for Fabric>"
 
-    # ------------------------------------------------------------ what a script may ask
+    # ------------------------------------------------------------ for scripts
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
-        """The ranks that have a batch at the current step."""
+        """The ranks that have a batch in the current step."""
         return tuple(range(self.world_size)) if self._driver is None else self._driver.find_active()
 
     @property
@@ -122,11 +122,11 @@ class Joins:
 
     @property
     def at_last_step(self) -> bool:
-        """Whether no rank has a batch after this step."""
+        """Whether no rank has another batch after this step."""
         return self._driver is not None and self._driver.find_last_step()
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Make a loop over any iterable, such as a `zip` of two loaders, like one over a dataloader that was set up."""
+        """Make a loop over any iterable, such as a `zip` of two loaders, work like one over a set-up dataloader."""
         return self._joined(loader)
 
     @contextmanager
@@ -134,7 +134,7 @@ class Joins:
         """Return a context for loops over loaders that were set up; all ranks leave it together.
 
         At its end, all ranks have the same state even after a `break`, and an exception raises on all ranks. Without
-        it, both are only noticed at the next operation that all ranks run together.
+        it, ranks notice both only in their next joint operation.
 
         Args:
             *loaders: The loaders of the loops inside: loaders that were set up, or `strategy.batches(...)`.
@@ -161,7 +161,7 @@ class Joins:
         rank: int | None = None,
         order: Literal["dataset", "shards"] | None = None,
     ) -> Any:
-        """Return all ranks' results for their samples, in order; all ranks call it, after a loop.
+        """Return the results of all ranks, in order; all ranks call this after a loop.
 
         ```python
         rows, indices = [], []
@@ -171,8 +171,8 @@ class Joins:
         everything = fabric.strategy.gather_in_order(rows, indices)
         ```
 
-        With indices, rows are in the order of their indices, and each index occurs once: the lowest rank's first row.
-        With `order="shards"`, rows are in order of ranks, and for each rank in order of its indices, or of its batches.
+        With indices, rows are sorted by index, and each index occurs once: the lowest rank's first row counts. With
+        `order="shards"`, rows are sorted by rank, and within each rank by index, or by batch without indices.
 
         Args:
             rows: See `torch_join.Join.gather_in_order`.
@@ -186,20 +186,20 @@ class Joins:
 
         Raises:
             JoinValueError: On all ranks, if some rank's rows cannot be joined; or if there are no indices and no
-                `order`, although a sampler deals out a dataset.
-            JoinError: Some ranks have run out of batches, and others have not.
+                `order`, although a sampler splits one dataset among the ranks.
+            JoinError: Some ranks have run out of batches while others have not.
         """
         own_loops.finish(self)
         if self._driver is not None:
             self._driver.check_together("fabric.strategy.gather_in_order")
         return gather_given(rows, indices, None, rank, order, self._deals_out)
 
-    # ------------------------------------------------------------ what is set up
+    # ------------------------------------------------------------ set-up
 
     def note_set_up(self, thing: Any) -> None:
         """Make an object take part in all later loops, as long as it is referenced elsewhere."""
         if known := [weakref.ref(one) for one in self._set_up]:
-            # Here, so that all ranks forget the same objects: dropped ones may be in a cycle.
+            # Collect now, so that all ranks forget the same objects: a dropped object may be in a reference cycle.
             self._set_up.clear()
             gc.collect()
             self._set_up += [one for ref in known if (one := ref()) is not None]
@@ -235,12 +235,12 @@ class Joins:
         self._deals_out = self._deals_out or is_dealt_out(found)
         return self._joined(found)
 
-    @cached_property  # made after the launch: Fabric pickles this object for processes that it spawns
+    @cached_property  # created after the launch: Fabric pickles this object to spawn processes
     def _loaders(self) -> "weakref.WeakValueDictionary[int, JoinedLoader[Any]]":
         return weakref.WeakValueDictionary()
 
     def _joined(self, loader: Iterable[T]) -> JoinedLoader[T]:
-        if self._driver is not None and self._driver.in_loop:  # joined ranks do not come here
+        if self._driver is not None and self._driver.in_loop:  # joined ranks do not run this
             return JoinedLoader(loader, self)
         self._numbered += 1
         joined = JoinedLoader(loader, self, self._numbered)
@@ -251,7 +251,7 @@ class Joins:
         scaler = getattr(self.precision, "scaler", None)
         given = [*self._set_up, *self.joinables, *([] if scaler is None else [scaler])]
         things = {id(thing): thing for thing in map(_compat.unwrap_objects, given)}
-        # The last one takes part if nothing else does: in an evaluation of a model that was not set up.
+        # The last object is needed if there is no other, in an evaluation of a model that was not set up.
         return [*things.values(), SimpleNamespace(state_dict=dict, load_state_dict=dict)]
 
     # ------------------------------------------------------------ loops
@@ -274,11 +274,11 @@ class Joins:
         own_loops.may_end(self, driver)
 
     def go_through(self, joined: "JoinedLoader[T]", loader: Iterable[T]) -> Iterator[T]:
-        """Iterate over a loader that was set up, on all ranks; Fabric itself would iterate over `loader`."""
+        """Iterate over `joined` on all ranks; `loader` is the loader that Fabric itself would iterate over."""
         driver = self._driver
         if driver is not None and driver.reader is not None and driver.reader.pulling:
             joined.is_within = True
-            return iter(loader)  # in a loop over something that holds it, such as a zip
+            return iter(loader)  # the loop is over an object that contains it, such as a zip
         own_loops.finish(self)
         joined.tell_epoch(loader)
         if (driver := self._driver) is None:
@@ -332,7 +332,7 @@ class Joins:
 
     @contextmanager
     def _apart(self, driver: LoopDriver) -> Iterator[None]:
-        """Return a context for a loop in which ranks may have different numbers of batches and none serves another."""
+        """Return a context for a loop in which ranks may have different numbers of batches and do not serve others."""
         models: list[Any] = [participant.modules[0] for participant in driver.tail_log.models()]
         within = "a loop over a Fabric dataloader, inside another one, where ranks may have different numbers"
         with ExitStack() as stack:
@@ -356,9 +356,9 @@ class Joins:
     # ------------------------------------------------------------ operations
 
     def find_tail(self) -> Operations | None:
-        """Return the operations on an active rank while some rank has finished; otherwise `None`.
+        """Return the operations of an active rank while some rank has finished; otherwise `None`.
 
-        This may wait for other ranks: it finishes a loop that was left, and finds the active ranks of the step.
+        This may wait for other ranks, to finish a loop that was left and to find the active ranks of the step.
         """
         own_loops.finish(self)
         found = self._operations
@@ -374,7 +374,7 @@ class Joins:
         return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
 
     def find_placeholders(self) -> Operations | None:
-        """Return the operations in a step in which some ranks run placeholders and make all calls; otherwise `None`."""
+        """Return the operations in a step in which some ranks run placeholders and make all calls; else `None`."""
         found = self._operations
         if found is None or found.driver.placeholders is None or len(self.active_ranks) == self.world_size:
             return None
@@ -472,7 +472,7 @@ class Joins:
 
 class _Launcher(_compat.MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Its processes end without `atexit`, and do not call `sys.excepthook`.
+        # Spawned processes end without running `atexit` and `sys.excepthook`.
         return super().launch(partial(own_loops.to_the_end, function), *args, **kwargs)
 
 

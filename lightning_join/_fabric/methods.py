@@ -1,4 +1,4 @@
-"""Fabric's own methods that never call its strategy: with a strategy of this package, they ask it first.
+"""Fabric's methods that never call its strategy: with a strategy of this package, they ask it first.
 
 They are replaced in the `Fabric` class itself, so that the order of imports does not matter, and scripts need no other
 class. With any other strategy, they are unchanged.
@@ -19,7 +19,7 @@ from torch_join import UnsupportedError
 
 
 def ask_strategies() -> None:
-    """Replace the methods."""
+    """Replace Fabric's methods."""
     for name in ("setup", "setup_module", "setup_dataloaders"):
         setattr(Fabric, name, _asking(getattr(Fabric, name)))
     for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
@@ -27,7 +27,7 @@ def ask_strategies() -> None:
 
 
 def pass_on_zero_grad() -> None:
-    """Make an optimizer that was set up call `zero_grad` of the inner object, instead of its class.
+    """Make Fabric's optimizer wrapper call `zero_grad` of the inner object instead of its class.
 
     Otherwise, replacements of the inner object's method would not be called.
     """

@@ -16,16 +16,16 @@ _LOG, _SAVE = "log", "save"
 
 @closed("fabric part")
 class Taking(NamedTuple):
-    """Stands in a checkpoint for a joinable that each rank has: its place among the joinables."""
+    """Stands in a sent checkpoint for a joinable that each rank has: its place in the list of joinables."""
 
     place: int
 
 
 class Operations(Participant):
-    """The operations that rank 0 runs for all ranks, saving and logging, on active and joined ranks.
+    """The operations that rank 0 runs for all ranks (saving and logging), on active and joined ranks.
 
     Args:
-        strategy: The strategy of these operations: a `Joins`.
+        strategy: The `Joins` strategy of these operations.
     """
 
     kinds: ClassVar[dict[str, Any]] = {
@@ -59,11 +59,11 @@ class Operations(Participant):
     def save(self, path: Any, state: dict[str, Any], storage_options: Any, only: Mapping[str, Any] | None) -> None:
         """Save a checkpoint; all active ranks call this.
 
-        Joined ranks also save if rank 0 has joined, or if each rank holds a part of a model: they save their own
-        objects, in the active ranks' state. Objects that were not set up come from the lowest active rank.
+        Joined ranks also save if rank 0 has joined, or if each rank holds a part of a model. They save their own
+        objects, with the active ranks' state. Objects that were not set up come from the lowest active rank.
 
         Raises:
-            UnsupportedError: There is a filter for the state of a sharded object.
+            UnsupportedError: A filter was passed for the state of a sharded object.
         """
         places = {id(thing): index for index, thing in enumerate(self.driver.given)}
         if only and self.holds_parts(state):

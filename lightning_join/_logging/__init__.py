@@ -1,4 +1,4 @@
 """`self.log` on ranks with different numbers of batches: every rank gets the same values.
 
-Start with: `results.py` for an epoch's values; `step_values.py` for those of a step without a batch on some ranks.
+Start with `results.py`, for the values of an epoch. `step_values.py` is for the values of a step in the tail.
 """

@@ -1,9 +1,9 @@
-"""Logged values that every rank can reduce, also a rank that never logged them.
+"""Logged values that every rank can reduce, even a rank that never logged them.
 
-A value logged with `sync_dist=True` is reduced after the epoch, when it is first read: in Lightning each rank does so
-in the order of its own dictionary, and a rank-zero-only callback (a progress bar) may do it earlier than the other
-ranks. Here the ranks first agree on each reduction. A rank that lacks the key takes a neutral value: 0 for a sum or a
-mean, the infinities for a minimum and a maximum. For a torchmetrics metric it takes its own, with its state, if any.
+A value logged with `sync_dist=True` is reduced after the epoch, when it is first read. In Lightning, each rank does
+this in the order of its own dictionary, and a rank-zero-only callback (a progress bar) may do it before other ranks.
+Here the ranks first agree on each reduction. A rank that lacks the key uses a neutral value: 0 for a sum or a mean, the
+infinities for a minimum and a maximum. For a torchmetrics metric it uses its own object and its state, if any.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class JoinResultCollection(ResultCollection):
-    """Lightning's collection of logged values, whose epoch values all ranks reduce in one order."""
+    """Lightning's collection of logged values; all ranks reduce its epoch values in the same order."""
 
     strategy: JoiningStrategy
 
@@ -33,7 +33,7 @@ class JoinResultCollection(ResultCollection):
         return super().metrics(on_step)
 
     def reduce_all(self) -> None:
-        """Reduce all values logged on any rank; all ranks meet."""
+        """Reduce all values that any rank has logged; all ranks call this."""
         self._reduce_together(until_all=True)
 
     def _reduce_together(self, until_all: bool) -> None:
@@ -41,7 +41,7 @@ class JoinResultCollection(ResultCollection):
             mine = self._next_unreduced()
             if mine is None and not until_all:
                 return
-            # A rank that reads early waits here until the others do, in `reduce_all` at the latest.
+            # A rank that reads early waits here for the others, which arrive in `reduce_all` at the latest.
             everyone = self.strategy.channel.gather(mine, of=Logged | None)
             agreed = next((description for description in everyone if description is not None), None)
             if agreed is None:
@@ -61,12 +61,12 @@ class JoinResultCollection(ResultCollection):
 
 
 def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
-    """Compare which of the values that callbacks monitor each rank has; all ranks meet.
+    """Check that all ranks have the values that callbacks monitor; all ranks call this.
 
-    A callback that does not find its value on one rank would not take part there in the decision of all ranks.
+    A callback that lacks its value on one rank would skip the joint decision of all ranks there.
 
     Raises:
-        UnsupportedError: On all ranks, if some have a value and others have not.
+        UnsupportedError: On all ranks, if only some ranks have a value.
     """
     monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # type: ignore[attr-defined]
     if monitored != {None} and monitored:

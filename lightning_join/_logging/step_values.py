@@ -1,8 +1,8 @@
-"""Values logged with `on_step=True, sync_dist=True` in a step for which some ranks have no batch.
+"""Values logged with `on_step=True, sync_dist=True` in a step in the tail.
 
-The active ranks announce each and reduce it among themselves; a joined rank takes part with a neutral value and keeps
-the result as its own step value. So rank 0's loggers and progress bar continue after it has joined, and the values
-that callbacks monitor are the same on all ranks.
+The active ranks announce each value and reduce it among themselves. A joined rank takes part with a neutral value and
+keeps the result as its own step value. So rank 0's loggers and progress bar continue after it has joined, and callbacks
+monitor equal values on all ranks.
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,25 @@ from torch_join.integration import Driver, Lockstep, Participant, closed, settin
 
 
 def is_synced(sync: Sync) -> bool:
-    """Whether a value is reduced over all ranks; the user handles one that is synced over a user's group."""
+    """Whether a value is reduced over all ranks, and not over a user's group."""
     return sync.should and not sync.rank_zero_only and sync.group is None
 
 
 def syncs_in_forward(metric: Any) -> bool:
-    """Whether the step value of a torchmetrics metric is that of all ranks that have a batch."""
+    """Whether the step value of a torchmetrics metric covers all active ranks."""
     return bool(getattr(metric, "dist_sync_on_step", False))
 
 
 @closed("logged")
 @dataclass(frozen=True)
 class Logged:
-    """A logged value without the value, as one rank describes it to another.
+    """A logged value's description for other ranks, without the value itself.
 
     Attributes:
         key: Its key in the collection.
         fields: Its metadata.
         dtype: Its dtype; `None` for a torchmetrics metric.
-        on_cpu: Whether it is on the CPU, and not on the rank's device.
+        on_cpu: Whether it is on the CPU instead of the rank's device.
         synced: Whether it was logged with `sync_dist=True`.
         rank_zero_only: Whether it was logged with `rank_zero_only=True`.
     """
@@ -53,7 +53,7 @@ class Logged:
 
     @classmethod
     def of(cls, key: str, item: ResultMetric, value: Tensor | None) -> "Logged":
-        """Describe `value`, which is an item's present or next one; `None` for a torchmetrics metric."""
+        """Describe `value`, an item's current or next value; `None` for a torchmetrics metric."""
         fields = {name: value for name, value in vars(item.meta).items() if name != "_sync"}
         fields["reduce_fx"] = item.meta.reduce_fx.__name__  # the function itself cannot be pickled
         how = {"synced": item.meta.sync.should, "rank_zero_only": item.meta.sync.rank_zero_only}
@@ -66,7 +66,7 @@ class Logged:
         return f"`self.log({self.fields['name']!r}, on_step=True, sync_dist=True)` in `{self.fields['fx']}`"
 
     def item_in(self, results: ResultCollection, strategy: JoiningStrategy) -> ResultMetric:
-        """Return this rank's item; if it has none in this epoch, one that adds nothing to the others' values."""
+        """Return this rank's item; if it has none in this epoch, one that adds nothing to the other ranks' values."""
         item = results.get(self.key)
         if item is None or item.has_reset:
             meta = Metadata(**self.fields)
@@ -79,13 +79,13 @@ class Logged:
         return cast(ResultMetric, item)
 
     def neutral(self, strategy: JoiningStrategy) -> Tensor:
-        """Return the value that changes no other rank's value."""
+        """Return the neutral value of the reduction."""
         value = {"min": torch.inf, "max": -torch.inf}.get(self.fields["reduce_fx"], 0.0)
         return torch.tensor(value, dtype=self.dtype, device="cpu" if self.on_cpu else strategy.root_device)
 
 
 def _find_metric(meta: Metadata, module: Any) -> Any:
-    """Return the metric that other ranks have logged and this one has not."""
+    """Return this rank's object for a metric that other ranks have logged and this rank has not."""
     try:
         return module.get_submodule(meta.metric_attribute)
     except AttributeError:
@@ -110,7 +110,7 @@ class StepValues(Participant):
         self._strategy = strategy
 
     def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
-        """Put around the update of `item` with `value`, on an active rank."""
+        """Wrap the update of `item` with `value` on an active rank."""
         is_seen = item.meta.on_step and not self.tail_log.is_quiet()
         return self._around_update(key, item, value) if is_seen else nullcontext()
 
@@ -123,7 +123,7 @@ class StepValues(Participant):
                 yield
             return
         yield
-        # The metric has reduced it already.
+        # The metric has already reduced its value.
         if not item.is_tensor and syncs_in_forward(value) and self.tail_log.announces:
             step_value = move_data_to_device(item._forward_cache, torch.device("cpu"))
             self.announce_open("metric", (Logged.of(key, item, None), step_value))
@@ -140,14 +140,14 @@ class StepValues(Participant):
 
 
 def drop_own_step_values(results: ResultCollection) -> None:
-    """Drop the step values of this rank alone, so that none is written again after it has joined."""
+    """Drop this rank's unsynced step values, so that they are not written again after it has joined."""
     for item in results.result_metrics:
         if not (is_synced(item.meta.sync) if item.is_tensor else syncs_in_forward(item.value)):
             item._forward_cache = None
 
 
 def logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
-    """Put around a step that a joined rank runs on a placeholder: its logged values add nothing."""
+    """Wrap a step that a joined rank runs on a placeholder, so that its logged values add nothing."""
     own = results.log
 
     def log(fx: str, name: str, value: Any, **options: Any) -> None:
@@ -161,14 +161,14 @@ def logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
 
 
 class HookLogging:
-    """Put around hooks of a step in the tail: all ranks run them, a joined one for an earlier batch.
+    """Wraps hooks of a step in the tail: all ranks run them, a joined rank for an earlier batch.
 
-    On a joined rank `self.log` does nothing. On an active one, values that are reduced at once are deferred until the
-    hooks have run, since a joined rank may be in any of them: then it takes part.
+    On a joined rank, `self.log` does nothing. On an active rank, values that need an immediate reduction are deferred
+    until the hooks have run, because a joined rank may be in any of them. Then it takes part in the reductions.
 
     Args:
         results: The collection to which `self.log` writes.
-        strategy: The strategy, whose join is not stored here: pickles of `results` do not contain it.
+        strategy: The strategy; its join is not stored here, so pickles of `results` do not contain it.
     """
 
     def __init__(self, results: ResultCollection, strategy: JoiningStrategy) -> None:
@@ -198,7 +198,7 @@ class HookLogging:
                 self._log(*args, **options)
 
     def _log_in_tail(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        if fx == "training_step":  # around which hooks may be: joined ranks take part in it as it runs
+        if fx == "training_step":  # it may run inside hooks; joined ranks follow it as it runs
             self._log(fx, name, value, **options)
             return
         at_once = options["on_step"] and options["sync_dist"] and not options["rank_zero_only"]

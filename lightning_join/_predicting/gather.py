@@ -19,39 +19,39 @@ def gather_in_order(
     indices: Sequence[Any] | None = None,
     order: Order | None = None,
 ) -> Any:
-    """Return the predictions of all ranks, one for each sample, in the dataset's order; all ranks call this.
+    """Return the predictions of all ranks, one per sample, in the dataset's order; all ranks call this.
 
     ```python
     predictions = trainer.predict(model, loader)
     everything = gather_in_order(trainer, predictions)
     ```
 
-    If a sampler deals the dataset out to the ranks (Lightning's, torch's, ours, or one with the attributes `rank`
-    and `num_replicas`), predictions are in the dataset's order, since Lightning records the indices that it reads. Each
-    sample occurs once, even if a sampler that pads gives it to two ranks. If each rank has its own shard, predictions
-    are in order of ranks, and for each rank in the order of its shard. If a shard has no indices (a stream, say), they
-    are in order of its batches.
+    If a sampler distributes the dataset to the ranks (Lightning's, torch's, ours, or one with the attributes `rank` and
+    `num_replicas`), predictions are in the dataset's order, because Lightning records the indices that it reads. Each
+    sample occurs once, even if a padding sampler gives it to two ranks. If each rank has its own shard, predictions are
+    sorted by rank, and within each rank by the order of its shard. If a shard has no indices (a stream, for example),
+    they are in the order of its batches.
 
     Args:
         trainer: The trainer, after `predict` or in a hook at its end.
-        predictions: The return value of `predict` on this rank, or the same number of other structures: a list by
-            batch; with several dataloaders, a list of such lists. A batch's structure is a tensor with a row for each
-            sample, a list with an object for each, or a tuple or a mapping of structures.
+        predictions: The return value of `predict` on this rank, or the same number of other structures: a list with an
+            entry per batch; with several dataloaders, a list of such lists. A batch's structure is a tensor with a row
+            per sample, a list with an object per sample, or a tuple or a mapping of structures.
         rank: The rank that gets the result; by default all do.
-        indices: The samples' indices by batch, if they are not known otherwise: like `predictions`, but with a
-            tensor or a sequence of whole numbers for each batch.
-        order: `"dataset"`: indices refer to a dataset that all ranks have. `"shards"`: indices refer to each rank's own
-            dataset. By default, this follows from the sampler; with `indices` it is `"dataset"`.
+        indices: The samples' indices by batch, if Lightning does not record them: like `predictions`, but with a tensor
+            or a sequence of whole numbers for each batch.
+        order: `"dataset"`: indices refer to a dataset that all ranks share. `"shards"`: indices refer to each rank's
+            own dataset. By default, the sampler decides; with `indices` it is `"dataset"`.
 
     Returns:
-        One structure like a batch's: tensors joined along their first dimension, lists end to end; mappings as
+        One structure like a batch's: tensors and lists concatenated along their first dimension, mappings as
         dictionaries. With several dataloaders, a list of these. `None` on ranks other than `rank`, and for a dataloader
-        in which no rank has a batch.
+        that has no batch on any rank.
 
     Raises:
         JoinValueError: On all ranks, if some rank's predictions lack a row for each sample, or are not from the last
             `predict`.
-        UnsupportedError: On all ranks, if the order is not known; the message names the argument to pass.
+        UnsupportedError: On all ranks, if the order is unknown; the message names the argument to pass.
     """
     combined = trainer.predict_loop._combined_loader
     loaders: list[Any] = [] if combined is None else combined.flattened
@@ -71,7 +71,7 @@ def gather_in_order(
             describe(loader, place, len(each), found is not None, order)
             for place, (loader, each, found) in enumerate(readings)
         ]
-    except JoinError as error:  # the others wait
+    except JoinError as error:  # raised on all ranks, which wait in `agree`
         mine = error
     except (TypeError, ValueError) as error:
         mine = JoinTypeError(
@@ -95,7 +95,7 @@ gather_predictions = by_old_name("gather_predictions", gather_in_order)
 
 
 def _by_loader(trainer: "pl.Trainer", predictions: Any, count: int) -> list[Sequence[Any]]:
-    """Return the batches' predictions by dataloader."""
+    """Return the predictions of this rank's batches, by dataloader."""
     loop = trainer.predict_loop
     if predictions is None:
         if not loop.return_predictions:

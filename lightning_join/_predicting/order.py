@@ -1,4 +1,4 @@
-"""The samples that a rank has read, and their dataset: one that all ranks have, or this rank's shard."""
+"""The samples that a rank has read, and their dataset: one that all ranks share, or this rank's shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank knows of the batches of a dataloader.
+    """One rank's knowledge of the batches of a dataloader.
 
     Attributes:
-        batches: Their number.
+        batches: The number of batches.
         by_rank: Whether each rank has a different dataset.
-        has_indices: Whether the rank knows their samples' indices.
-        samples: The length of the dataset, if a sampler deals it out to the ranks.
+        has_indices: Whether the rank knows the indices of their samples.
+        samples: The length of the dataset, if a sampler distributes it to the ranks.
     """
 
     batches: int = 0
@@ -37,7 +37,7 @@ class Reading:
 
 
 def why_unknown(loader: Any) -> str | None:
-    """Return why the samples that a dataloader yields are not recorded; `None` if Lightning records them."""
+    """Return why Lightning does not record the samples of a dataloader; `None` if it does."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -52,10 +52,10 @@ def why_unknown(loader: Any) -> str | None:
 
 
 def read_indices(loader: Any, batches: Sequence[int]) -> list[list[int]] | None:
-    """Return the samples in the batches of these numbers, as recorded when they were read.
+    """Return the samples in the batches with these numbers, as recorded when they were read.
 
     Returns:
-        Indices by batch; `None` if they are not known.
+        Indices by batch; `None` if they are unknown.
     """
     if why_unknown(loader) is not None:
         return None
@@ -66,17 +66,17 @@ def read_indices(loader: Any, batches: Sequence[int]) -> list[list[int]] | None:
 
 
 def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Order | None) -> Reading:
-    """Return what this rank knows of the batches of a dataloader.
+    """Return this rank's knowledge of the batches of a dataloader.
 
     Args:
         loader: The dataloader.
-        place: Its number.
+        place: The number of the dataloader.
         batches: The number of batches that it has yielded.
-        has_indices: Whether this rank knows their samples' indices.
+        has_indices: Whether this rank knows the indices of their samples.
         order: The order that the user has requested, if any.
 
     Raises:
-        UnsupportedError: The requested order is not known.
+        UnsupportedError: The requested order is unknown.
     """
     if not batches:
         return Reading()
@@ -90,13 +90,13 @@ def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Or
 
 
 def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
-    """Return, for each dataloader, whether predictions are by rank, and in the order of indices; all ranks meet.
+    """Return for each dataloader whether predictions are by rank, and whether by index; all ranks call this.
 
     Args:
-        mine: What this rank knows of each dataloader, or why it has no predictions.
+        mine: This rank's knowledge of each dataloader, or the error because of which it has no predictions.
 
     Raises:
-        JoinError: On all ranks, if one has none, or they know different things.
+        JoinError: On all ranks, if some rank has no predictions, or the ranks contradict each other.
     """
     everyone = gather_objects(mine, "What a rank knows of its predictions", None)
     for rank, said in enumerate(everyone):
@@ -127,10 +127,10 @@ def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
 
 
 def is_copy(strategy: Any) -> bool:
-    """Whether another rank has the same batches: of each group of tensor parallelism the first rank counts."""
+    """Whether another rank has the same batches: only the first rank of a tensor-parallel group counts."""
     try:
         mesh = getattr(strategy, "device_mesh", None)
-    except RuntimeError:  # there is none yet
+    except RuntimeError:  # there is no mesh yet
         return False
     if not isinstance(mesh, DeviceMesh) or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
         return False

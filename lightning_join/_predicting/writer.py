@@ -23,9 +23,9 @@ class JoinPredictionWriter(BasePredictionWriter):
     predictions = read_predictions("predictions.rows")
     ```
 
-    Each rank appends its batches to its own file next to that one. When all ranks are done, rank 0 reads these files
-    and writes all predictions in order; only then does the file appear, and the ranks' files are removed. Memory holds
-    three numbers for each sample.
+    Each rank appends its batches to its own file beside that one. When all ranks have finished, rank 0 reads these
+    files and writes all predictions in order. Only then does the result file appear, and the ranks' files are removed.
+    Memory holds three numbers per sample.
 
     Args:
         path: The path of the file, on a file system that all ranks share. An existing file is replaced at the end.
@@ -33,14 +33,14 @@ class JoinPredictionWriter(BasePredictionWriter):
 
     Raises:
         JoinError: On all ranks, if some rank's predictions lack a row for each sample, if the file cannot be written,
-            or if the order is not known.
+            or if the order is unknown.
     """
 
     def __init__(self, path: str | os.PathLike[str], order: Order | None = None) -> None:
         super().__init__("batch")
         self.path, self.order = Path(path), order
         self._part: RowsPart | None = None
-        self._read: list[tuple[int, bool]] = []  # by dataloader: the number of batches; are all indices known
+        self._read: list[tuple[int, bool]] = []  # by dataloader: the number of batches; whether all indices are known
 
     def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         loaders = trainer.predict_loop.num_dataloaders
@@ -60,7 +60,7 @@ class JoinPredictionWriter(BasePredictionWriter):
         if self._part is None or is_copy(trainer.strategy):
             return
         combined: Any = trainer.predict_loop._combined_loader
-        # Not `batch_indices`: if these are not known, they are still those of the previous dataloader.
+        # `batch_indices` still holds those of the previous dataloader if the indices are unknown.
         found = read_indices(combined.flattened[dataloader_idx], [batch_idx])
         prediction = move_data_to_device(prediction, torch.device("cpu"))
         self._part.append(dataloader_idx, prediction, None if found is None else found[0])
@@ -77,7 +77,7 @@ class JoinPredictionWriter(BasePredictionWriter):
                 describe(loader, place, *read, self.order)
                 for place, (loader, read) in enumerate(zip(combined.flattened, self._read, strict=True))
             ]
-        except JoinError as error:  # the others wait
+        except JoinError as error:  # raised on all ranks, which wait in `agree`
             mine = error
         part.finish([by_rank for by_rank, _ in agree(mine)])
         self._part = None

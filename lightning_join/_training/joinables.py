@@ -11,10 +11,10 @@ from torch_join.integration import Channel, check_monitored
 
 
 def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, monitored: bool = False) -> list[Joinable]:
-    """Return those `given` to the strategy and those of the module's `configure_joinables()`; all ranks meet.
+    """Return the joinables of the strategy (`given`) and of the module's `configure_joinables()`; all ranks call this.
 
     Raises:
-        JoinValueError: The ranks have different ones, or an object is there twice; or only some are monitored.
+        JoinValueError: The joinables differ between ranks, one occurs twice, or only some ranks are monitored.
     """
     configure = getattr(module, "configure_joinables", None)
     joinables = [*given, *((configure() or ()) if configure is not None else ())]
@@ -38,13 +38,13 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
 
 def run_post_hooks_in_one_process(callbacks: list[pl.Callback], joinables: list[Joinable]) -> None:
     """Run the joinables' post-hooks at each epoch's end in a single process, whose loops are Lightning's own."""
-    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # of an earlier fit
+    callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # remove those of an earlier fit
     if joinables:
         callbacks.insert(0, _PostHooks(joinables))
 
 
 class _PostHooks(pl.Callback):
-    """Does in a single process, which cannot join, what an epoch of several processes does with joinables.
+    """Runs the joinables' hooks in a single process, which cannot join, as several processes do in each epoch.
 
     Args:
         joinables: The joinables.

@@ -1,4 +1,4 @@
-"""Learning rates: the same on all ranks, also if they depend on logged values."""
+"""Learning rates: equal on all ranks, even if they depend on logged values."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch_join import UnsupportedError
 
 
 def check_plateaus(trainer: Any, interval: str, index: int) -> None:
-    """Compare the learning rates after the step of a scheduler that depends on a monitored value; all ranks meet.
+    """Compare the learning rates after a scheduler has used a monitored value; all ranks call this.
 
     Args:
         trainer: The trainer.
-        interval: "step" or "epoch", after which the schedulers have made their step.
+        interval: "step" or "epoch", after which the schedulers were stepped.
         index: The number of the step in its epoch, or of the epoch, from 0.
 
     Raises:

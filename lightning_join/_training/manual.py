@@ -1,7 +1,7 @@
-"""Manual optimization: the training in `training_step`, repeated by a rank that has no batch.
+"""Manual optimization: joined ranks repeat the training that runs in `training_step`.
 
-While some rank has joined, the active ranks announce each `manual_backward`, each optimizer's step, manual changes of
-gradients and parameters before either, and at the end of `training_step` the schedulers.
+While some rank has joined, the active ranks announce each `manual_backward` and each optimizer step, and before these
+any manual changes to gradients and parameters. At the end of `training_step` they announce the schedulers.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,11 +29,11 @@ from torch_join.integration import (
 
 
 class ManualParticipant(Participant):
-    """The training that `training_step` does itself.
+    """The training that runs inside `training_step`, on active and joined ranks.
 
     Args:
-        strategy: The strategy, of which this uses Lightning's own methods.
-        lockstep: Knows which ranks have a batch at which step.
+        strategy: The strategy, for Lightning's own methods.
+        lockstep: Knows the active ranks of each step.
         shadow: The model's shadow.
     """
 
@@ -55,7 +55,7 @@ class ManualParticipant(Participant):
         self.use(shadow)
 
     def use(self, shadow: ModelShadow) -> None:
-        """Continue with another shadow, of a DDP model that has been rebuilt."""
+        """Continue with the shadow of a rebuilt DDP model."""
         self._shadow = shadow
         self._ddp: DistributedDataParallel = shadow.ddp
         self._mirror = StepMirror(shadow.ddp)
@@ -67,7 +67,7 @@ class ManualParticipant(Participant):
         return module is not None and not module.automatic_optimization
 
     def training_step(self) -> AbstractContextManager[None]:
-        """Put around an active rank's `training_step`."""
+        """Wrap an active rank's `training_step`."""
         return self._training_step() if self.is_used else nullcontext()
 
     @contextmanager
@@ -83,26 +83,26 @@ class ManualParticipant(Participant):
                 self.announce_open("end", (states, [group_options(o) for o in self._strategy.optimizers]))
 
     def shadow_step(self) -> Tensor:
-        """Do on a joined rank what the active ones do in `training_step`, and return a scalar zero."""
+        """Follow the active ranks' `training_step` on a joined rank, and return a scalar zero."""
         self._let_buffers_sync()
         with setting(self._ddp, require_backward_grad_sync=False):  # no backward follows its forward
             return self._lockstep.shadow_forward()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Do what `Strategy.backward` does, with a weighted loss."""
+        """Run `Strategy.backward` with a weighted loss."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         precision = strategy.precision_plugin
         synced = self._ddp.require_backward_grad_sync
         is_nothing = synced and self.tail_log.channel.world_size > 1 and not self._shadow.is_reached_by(loss)
-        if is_nothing:  # DDP would get no gradient, and the other ranks wait
+        if is_nothing:  # DDP would get no gradient, and the other ranks would wait
             loss = loss + self._shadow.no_loss_output()
         if self.tail_log.announces:
             self._send_changes(with_parameters=False)
             self.announce("backward", synced)
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
-        # Joined ranks run the hooks themselves. Changes in the graph are noticed.
+        # Joined ranks run these hooks themselves. Changes to the graph are detected.
         with self._driver.tail_log.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
@@ -132,7 +132,7 @@ class ManualParticipant(Participant):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: dict[str, Any]
     ) -> Iterator[Callable[[], Any]]:
-        """Put around an optimizer's step with the closure that this yields."""
+        """Wrap an optimizer step; yield the closure for it."""
         calls = 0
 
         def closure_and_announce() -> Any:
@@ -150,7 +150,7 @@ class ManualParticipant(Participant):
                 self.announce_open(
                     "step", (self._strategy.optimizers.index(optimizer), group_options(optimizer), options)
                 )
-            # From here on joined ranks do the same.
+            # From here on, joined ranks run the same code.
             rest.enter_context(self._driver.tail_log.on_all_ranks())
             return result
 
@@ -185,8 +185,8 @@ class ManualParticipant(Participant):
                 self._mirror.take(changes, self.members.leader)
 
     def _let_buffers_sync(self) -> None:
-        # DDP broadcasts them before a forward only if the last forward was followed by a synced backward.
-        # In manual optimization it assumes that there was none, and BatchNorm would differ between ranks.
+        # DDP broadcasts buffers before a forward only if a synced backward followed the last forward. It assumes that
+        # none did in manual optimization, and BatchNorm would differ between ranks.
         self._ddp.require_forward_param_sync = True
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate finder: its losses are those of all ranks."""
+"""The learning rate finder: it uses the losses of all ranks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class JoinLRCallback(LRCallback):
-    """What `Tuner.lr_find` records: the mean loss over the ranks that have a batch.
+    """Makes `Tuner.lr_find` record the mean loss over the active ranks.
 
-    Lightning records rank 0's, which is outdated, or missing, after that rank has run out.
+    Lightning records rank 0's loss, which is outdated or missing after rank 0 has run out of batches.
     """
 
     def on_train_batch_end(
@@ -32,7 +32,7 @@ class JoinLRCallback(LRCallback):
 
 
 def is_finding_learning_rate(trainer: "Trainer") -> bool:
-    """Whether this run of the fit loop is the learning rate finder's, whose callback is then made ours."""
+    """Whether this fit is a run of the learning rate finder, whose callback then gets the class above."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LRCallback):
             callback.__class__ = JoinLRCallback

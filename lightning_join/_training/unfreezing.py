@@ -5,13 +5,13 @@ from torch_join import UnsupportedError
 
 
 def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
-    """Wrap the model anew if a parameter trains that DDP does not know; all ranks meet.
+    """Wrap the model again if DDP does not know a parameter that is trained; all ranks call this.
 
-    DDP averages the gradients of the parameters that required one when it was built. Lightning builds it once: under
-    plain `ddp` each rank trains the parameters that are unfrozen later without averaging.
+    DDP averages the gradients of the parameters that required gradients when it was built. Lightning builds it once, so
+    under plain `ddp` each rank trains parameters that are unfrozen later without averaging.
 
     Raises:
-        UnsupportedError: On all ranks, if they have not unfrozen the same.
+        UnsupportedError: On all ranks, if they have unfrozen different parameters.
     """
     assert strategy.join is not None
     everyone = strategy.channel.gather(strategy.join.unfrozen(strategy.optimizers), of=list[str])
