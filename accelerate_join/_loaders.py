@@ -120,7 +120,7 @@ class PreparedReader(Reader[Any]):
     def rebalanced(self, begin: Begin) -> Reader[Any]:
         loader = self.prepared
         if type(loader) is DataLoaderDispatcher:
-            return self  # it gives all processes the same number of batches itself
+            return self  # it gives all processes the same number of batches by design
         refuse_position(loader.base_dataloader)
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
@@ -193,7 +193,7 @@ def goes_through_join(loader: object) -> bool:
 def prepare_own(
     accelerator: accelerate.Accelerator, loader: Any, place: bool | None = None, seedable: bool | None = None
 ) -> Any:
-    """Prepare a loader over this process's own data as Accelerate would if there were no other process.
+    """Prepare a loader over this process's own data as Accelerate does in a single process.
 
     Args:
         accelerator: The accelerator.

@@ -1,4 +1,4 @@
-"""Accelerate's operations inside the context: what is gathered, logged and saved, and by which processes."""
+"""Accelerate's operations inside the context: gathers, logs and saves, and the processes that run them."""
 
 import os
 from collections.abc import Iterator, Sequence

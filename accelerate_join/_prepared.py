@@ -28,7 +28,7 @@ _REASONS = {
 
 
 def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneven_inputs") -> bool:
-    """Return whether there are several processes.
+    """Return whether the training has several processes.
 
     Args:
         accelerator: The accelerator that prepares the models.

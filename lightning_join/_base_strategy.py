@@ -139,8 +139,8 @@ class Joining(JoiningStrategy):
     def begin_joining(self) -> None:
         """Take over the trainer's loops and open the channel, after the process group exists.
 
-        With one process, nothing is taken over: the strategy behaves like plain `ddp`. The same holds if the user sets
-        up the environment outside of a run, before there is a model or a trainer.
+        With one process, nothing is taken over: the strategy behaves like plain `ddp`. It also does this if the user
+        sets up the environment outside of a run, without a model or a trainer.
         """
         trainer = _compat.trainer_of(self.lightning_module)
         if trainer is None:

@@ -48,7 +48,7 @@ class JoinCallback(Callback):
 
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start
-            of a run: there are two of these callbacks, or the dataloaders are already set up.
+            of a run: the trainer has two of these callbacks, or the dataloaders are already set up.
         JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is not Lightning's.
         UnsupportedError: At the start of a run: the strategy's arguments request a feature that does not support uneven
             inputs.

@@ -68,7 +68,7 @@ class ActiveCollectives:
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward:
             self.check_backward(everyone)
-        # Detached, so that a tensor without a backward does not look as if it had one.
+        # Detached, because a result without a backward must not require gradients.
         gathered: Tensor = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)  # type: ignore[misc]
         return gathered if ranks is None else gathered[active_places(ranks, group)]
 

@@ -61,7 +61,7 @@ AVERAGES_FIRST_OF_STATIC_GRAPH = "post_backward" in vars(DDPStrategy)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
-    """Return the trainer to which a module is attached; `module.trainer` raises if there is none."""
+    """Return the trainer to which a module is attached, or `None`; `module.trainer` raises without one."""
     return None if module is None else module._trainer
 
 

@@ -17,7 +17,7 @@ _REMEDY = (
 def check_packages(trainer: "pl.Trainer") -> None:
     """Raise if a callback or the datamodule of `trainer` comes from `pytorch_lightning`.
 
-    Lightning's trainer rejects a module of that package itself, before it has a strategy. But it accepts callbacks by
+    Lightning's trainer rejects a module from that package itself, before it has a strategy. But it accepts callbacks by
     the names of their hooks, so Lightning's own `isinstance` checks would miss them.
 
     Raises:
@@ -35,7 +35,7 @@ def check_packages(trainer: "pl.Trainer") -> None:
 
 
 def check_trainer(trainer: object, callback: pl.Callback) -> None:
-    """Raise if `callback`, one of this package, runs in a trainer that is not from `lightning.pytorch`.
+    """Raise if one of this package's callbacks runs in a trainer that is not from `lightning.pytorch`.
 
     Raises:
         JoinTypeError: With the import to use.

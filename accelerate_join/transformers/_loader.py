@@ -52,7 +52,7 @@ class EvenedLoader(CoreEvenedLoader):
         self.resumes_stream = False
 
     def tell(self, lengths: Sequence[int | None], examples: Sequence[int | None]) -> None:
-        """Store what each rank reports: its number of batches, and its dataset's number of samples."""
+        """Store the number of batches of each rank, and the number of samples in its dataset."""
         self.lengths, self._examples = lengths, examples
 
     @property

@@ -1,4 +1,4 @@
-"""A mixin for `transformers.Trainer`: its loaders have the same steps on all ranks, and each loop has a `Run`."""
+"""A mixin for `transformers.Trainer`: all ranks have the same number of steps, and each loop has a `Run`."""
 
 import inspect
 import math
@@ -303,7 +303,7 @@ class JoinTrainerMixin:
 
 
 def _evening(trains: bool, get: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a trainer's method that makes a loader, so that the loader has as many steps on each rank."""
+    """Wrap a trainer's method that makes a loader, so that the loader has the same number of steps on all ranks."""
 
     @wraps(get)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +365,7 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
         )
     if not _compat.looks_at_samples(trainer):
         return
-    # Otherwise one rank would raise while the others wait for it until the timeout of their group.
+    # Otherwise one rank would raise, and the others would wait for it until the timeout of their group.
     mine = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]
     everyone: list[Any] = [None] * arguments.world_size
     dist.all_gather_object(everyone, mine)

@@ -1,4 +1,4 @@
-"""The position of a training in its dataloader, in Trainer's checkpoints: each rank saves what determines its order.
+"""A training's position in its dataloader, in Trainer's checkpoints: each rank saves the source of its order.
 
 Trainer resumes by number: it reads again the batches that were trained on, and skips them. That is correct if the order
 depends only on the epoch's number. Otherwise the position includes the random states at the epoch's start and, for a

@@ -13,9 +13,9 @@ _FLAGS = ("should_epoch_stop", "should_training_stop")
 class Stopping:
     """Spreads stop requests in Trainer's `control` from some ranks to all.
 
-    The ranks do not meet for this. Where Trainer reads the flags, each rank records whether it requests a stop. A rank
-    that does asks the others whether they do too: if all do, all stop here. Otherwise it has notified all ranks, and
-    continues to the next step. No rank finishes that step's backward without it, and all stop at that step's end.
+    The ranks do not meet for this. Where Trainer reads the flags, each rank records whether it requests a stop. A
+    requesting rank asks the others for their requests. If all request a stop, all stop here. Otherwise it has notified
+    all ranks and continues to the next step. No rank finishes that step's backward without it, and all stop at its end.
 
     Args:
         channel: The ranks' channel.

@@ -63,7 +63,7 @@ class JoinResultCollection(ResultCollection):
 def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
     """Check that all ranks have the values that callbacks monitor; all ranks call this.
 
-    A callback that lacks its value on one rank would skip the joint decision of all ranks there.
+    A callback that lacks its value on one rank would not take part there in the joint decision of all ranks.
 
     Raises:
         UnsupportedError: On all ranks, if only some ranks have a value.

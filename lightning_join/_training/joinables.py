@@ -37,7 +37,7 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
 
 
 def run_post_hooks_in_one_process(callbacks: list[pl.Callback], joinables: list[Joinable]) -> None:
-    """Run the joinables' post-hooks at each epoch's end in a single process, whose loops are Lightning's own."""
+    """Run the joinables' post-hooks at the end of each epoch in a single process, which uses Lightning's own loops."""
     callbacks[:] = [each for each in callbacks if not isinstance(each, _PostHooks)]  # remove those of an earlier fit
     if joinables:
         callbacks.insert(0, _PostHooks(joinables))

@@ -32,7 +32,7 @@ class JoinLRCallback(LRCallback):
 
 
 def is_finding_learning_rate(trainer: "Trainer") -> bool:
-    """Whether this fit is a run of the learning rate finder, whose callback then gets the class above."""
+    """Whether this fit is a run of the learning rate finder; if so, make its callback a `JoinLRCallback`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LRCallback):
             callback.__class__ = JoinLRCallback
