@@ -175,8 +175,8 @@ def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path
 
 
 REFUSED = (
-    r"written in the middle of an epoch by 2 processes, and this job has another number. The remaining samples are known"
-    r" if Accelerate deals .* split_batches, dispatch_batches or use_stateful_dataloader"
+    r"written in the middle of an epoch by 2 processes, and this job has another number. The remaining samples are"
+    r" known if Accelerate deals .* split_batches, dispatch_batches or use_stateful_dataloader"
 )
 
 
