@@ -74,7 +74,7 @@ def plain_killed(rank: int, case: Killed = Killed()) -> Found:
         for each, state in zip(training.given, loaded["states"], strict=True):
             each.load_state_dict(state)
         first = loaded["step"]
-    with Join([model, *training.given, report]) as join:
+    with Join([model, *training.given, report], weighting=run.option) as join:
         if loaded is not None:
             join.load_state_dict(loaded["join"])
         for epoch in range(run.epochs):
@@ -122,7 +122,7 @@ def lightning_killed(rank: int, case: Killed = Killed()) -> Found:
     loaded = _load()
     trainer = lightning.build_trainer(
         case.run,
-        strategy=RayDDPJoinStrategy(),
+        strategy=RayDDPJoinStrategy(weighting=case.run.option),
         devices="auto",
         plugins=[RayLightningEnvironment()],
         callbacks=[_Reporting(case, rank, loaded is None)],
