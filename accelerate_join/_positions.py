@@ -97,9 +97,8 @@ def going_through(
     deals, before, is_at_end = place["deals"] if resumed else [], skipped_in(loader), place["has_no_rest"]
     if place.get("is_new") and before and accelerator.is_main_process:
         JoinDataWarning.warn(
-            f"skip_first_batches({before}) is of another number of processes, which have written the checkpoint:"
-            " load_state has told the loader what they have left, and it goes on with that. Batches are counted from 0"
-            " here."
+            f"skip_first_batches({before}) repeats what load_state did: another number of processes wrote the"
+            " checkpoint, and the loader resumes with the batches that they left. Batches are counted from 0 here."
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]

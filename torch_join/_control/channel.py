@@ -493,7 +493,9 @@ class Channel:
                 meanwhile()
             if self._told is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
-                raise JoinError(f"Rank {me} cannot wait for the others, which it has told that it failed: {self._told}")
+                raise JoinError(
+                    f"Rank {me} cannot wait for the others after it has reported its failure to them: {self._told}"
+                )
             check = check or self._check(self._known_failure)
             check()
 

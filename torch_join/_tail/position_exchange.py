@@ -61,7 +61,7 @@ class PositionExchange(Participant):
         )
         if amid:
             raise JoinError(text)
-        JoinDataWarning.warn(f"It may be amid a window of accumulation: {text}")
+        JoinDataWarning.warn(f"This may be within an accumulation window: {text}")
 
     def mirror(self, kind: str, payload: Any) -> None:
         cast(TailLog, self.tail_log).asked += 1

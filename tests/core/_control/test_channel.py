@@ -189,7 +189,7 @@ def wait_after_a_failure(channel: Channel) -> str:
 
 
 def test_who_has_failed_waits_for_nobody() -> None:
-    assert threads.run(2, wait_after_a_failure)[0].endswith("which it has told that it failed: ValueError: no")
+    assert threads.run(2, wait_after_a_failure)[0].endswith("after it has reported its failure to them: ValueError: no")
 
 
 def wait_in_vain(rank: int) -> str:

@@ -254,7 +254,7 @@ def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
             if way in RIGHT or join.step >= 1:
                 join.state_dict()
             elif way == "synced":
-                with warned("It may be amid a window of accumulation") as found:
+                with warned("This may be within an accumulation window") as found:
                     join.state_dict()
                 assert len(found) == 1
 
