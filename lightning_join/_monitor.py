@@ -66,7 +66,7 @@ class JoinMonitor(Callback):
         reshard_above: float = 0.1,
     ) -> None:
         if not 0 <= reshard_above <= 1:
-            raise JoinValueError(f"reshard_above is a share of steps, from 0 to 1, got {reshard_above!r}.")
+            raise JoinValueError(f"reshard_above must be a share of steps, from 0 to 1, not {reshard_above!r}.")
         self._monitor = CoreMonitor(report, plot=plot)
         self._reshard_above = reshard_above
         self._warned = False

@@ -379,8 +379,8 @@ class Run:
         self._computed += 1
         if self._computed > 1 and not (self._join is not None and self._join.runs_placeholders):
             raise UnsupportedError(
-                f"{type(self._trainer).__name__}.training_step calls compute_loss twice, but a rank without a batch"
-                " follows one call. Compute the sum of the losses in a single call."
+                f"{type(self._trainer).__name__}.training_step calls compute_loss twice, but a rank without a batch can"
+                " follow only one call. Sum the losses in a single call."
             )
         self._around_step.close()
         join = self._join

@@ -479,7 +479,7 @@ class _Launcher(_compat.MultiProcessingLauncher):
 def _refuse_training(model: nn.Module, _: Any) -> None:
     if torch.is_grad_enabled() or holds_parts(model):
         raise JoinError(
-            "A model that was set up is called, with gradients or while it is sharded, in a Fabric loop inside another"
-            " one, where ranks may have different numbers of batches and none serves another. Evaluate under"
-            f" torch.no_grad(), start one loop after the other, or go {_BATCHES}."
+            "A model that was set up was called, with gradients or while sharded, in a Fabric loop inside another one."
+            " There ranks may have different numbers of batches, and finished ranks do not serve the others. Evaluate"
+            f" under torch.no_grad(), run one loop after the other, or go {_BATCHES}."
         )

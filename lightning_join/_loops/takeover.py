@@ -48,7 +48,7 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
         if type(part) not in CLASSES:
             raise UnsupportedError(
                 f"The trainer has its own {type(part).__name__} in place of Lightning's class. Joining replaces that"
-                " loop, so the two cannot work together. Use Lightning's loop, or strategy='ddp'."
+                " loop, so both cannot work. Use Lightning's loop, or strategy='ddp'."
             )
         part.__class__ = CLASSES[type(part)]
     for results in _results(trainer):

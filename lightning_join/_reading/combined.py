@@ -89,7 +89,7 @@ class StatefulCombined(Combined):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["states"]) != len(self._stateful):
             raise JoinValueError(
-                f"The state was written with {len(state['states'])} stateful dataloaders, and there are"
+                f"The state was written with {len(state['states'])} stateful dataloaders, but there are"
                 f" {len(self._stateful)} here. Resume with the same dataloaders."
             )
         self._loaded = deepcopy(state)

@@ -72,9 +72,9 @@ class Parting:
         others = name_ranks(self._members.named(goes_on))
         inner = " A forward of a DDP model with buffers needs all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
-            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on without it, so"
-            " the call would wait forever. A loop with iter() and next() ends only at one more next(): use `for`, or"
-            " call next(iterator, None) first. If the call belongs to the step, make it in the same steps on all"
+            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on without it, so it"
+            " would wait forever. A loop with iter() and next() ends only at one more next(): use `for`, or call"
+            " next(iterator, None) first. If the call belongs to the step, make it in the same steps on all"
             f" ranks.{inner if operation.startswith('DDP') else ''}"
         )
 

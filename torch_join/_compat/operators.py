@@ -137,8 +137,8 @@ def unbox_reduce_op(boxed: Any) -> str:
     if in_backward() and not frames:  # DDP's reducer, which autograd calls without any Python
         return "SUM"
     raise UnsupportedError(
-        f"A reducing collective bypassed the functions of torch.distributed, and torch {torch.__version__} does not"
-        " show which reduction it uses. Call torch.distributed.all_reduce and the like, or use torch 2.10 or newer."
+        f"A reduction bypassed torch.distributed's functions, and torch {torch.__version__} does not show which"
+        " operation it uses. Call torch.distributed.all_reduce or the like, or use torch 2.10 or newer."
     )
 
 

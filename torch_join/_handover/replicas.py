@@ -172,7 +172,7 @@ def _capture_scaler(scaler: GradScaler, capture: Capture, name: str) -> Captured
 
 def _restore_scaler(captured: Captured, scaler: GradScaler, restore: Restore, name: str) -> None:
     if scaler.is_enabled() != captured.hints["enabled"]:
-        raise JoinValueError(f"{name} is enabled on the source or here, but not on both.")
+        raise JoinValueError(f"{name} must be enabled on both the source and this rank, or on neither.")
     _restore_state(captured, scaler, restore, name)
     if captured.hints["device"] is not None and _compat_state.scale_device(scaler) is None:
         # It makes its tensors at first use; without them `update` would raise here and not on the source.

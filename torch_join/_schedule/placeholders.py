@@ -221,8 +221,8 @@ class WeighedLosses:
         """Refuse a pipeline schedule that splits backwards: no weight can be applied to the gradients it computes."""
         if self.factor != 1.0:
             raise UnsupportedError(
-                "A zero-bubble pipeline schedule, with placeholder=, in a step in which this rank's loss has a weight"
-                " other than 1: it calls torch.autograd.grad, where no weight can be applied. Use ScheduleGPipe or"
+                "A zero-bubble pipeline schedule ran with placeholder= in a step in which this rank's loss has a weight"
+                " other than 1. It calls torch.autograd.grad, where no weight can be applied. Use ScheduleGPipe or"
                 " Schedule1F1B."
             )
 

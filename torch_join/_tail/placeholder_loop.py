@@ -273,8 +273,8 @@ class PlaceholderLoop:
         """See `Join.weigh`."""
         if value.requires_grad:
             raise JoinError(
-                "join.weigh() got a value with a backward, which Join already weights: pass the loss to backward()"
-                " unchanged. For torch.autograd.grad, weight grad_outputs."
+                "join.weigh() got a value that requires grad, whose backward Join already weights: pass the loss to"
+                " backward() unchanged. For torch.autograd.grad, weight grad_outputs."
             )
         return weighted(value, self.losses.factor)
 

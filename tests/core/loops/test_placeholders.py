@@ -320,7 +320,7 @@ REFUSED = {
     "amid": "within an accumulation window",
     "over steps": "was requested before the backward of the previous step",
     "joinable": "which is a Joinable, was passed to Join with placeholder=",
-    "weighed": "a value with a backward",
+    "weighed": "a value that requires grad",
     "gather": "rows of placeholders are among them",
     "break": "left the loop with `break` while others continue|wait for each other for ever",
     "throws": "exhausted",
