@@ -57,6 +57,6 @@ class StaleReads:
             JoinDriftWarning.warn(
                 f"Rank {rank} read the state of {self._read} after its last batch from join.batches and before the"
                 " other ranks had finished. It is the state of that step, so a checkpoint of it would be outdated. Read"
-                " it after a `for` over join.batches, or after the `with`. (If that is what you want, ignore this.)"
+                " it after a `for` over join.batches, or after the `with`. (If you want that, ignore this.)"
             )
         self.forget()

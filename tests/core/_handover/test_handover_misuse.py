@@ -76,7 +76,7 @@ MISUSE = {
     "shape": "JoinValueError: Rank 0: model 0 (Linear): weight is float32[3, 2] on {} here and float32[2, 2]",
     "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters here and on the source: ['bias'] are",
     "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has groups of [2, 1] parameters here, but of [2] on",
-    "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) is enabled on the source or here, but not on both.",
+    "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) must be enabled on both the source and this rank",
     "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source,",
 }
 
