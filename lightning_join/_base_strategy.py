@@ -161,7 +161,7 @@ class Joining(JoiningStrategy):
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.own_shards:
-            _compat.deal_out_nothing(trainer)
+            _compat.set_sharding(trainer, False)
         self.meet_in_set_up()
         super().setup(trainer)
         if self.driver is not None:

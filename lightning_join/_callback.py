@@ -123,9 +123,9 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
 
 def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     """Make a plain strategy a joining one with these attributes, until its `undo` is called."""
-    callbacks = list(trainer.callbacks)
+    callbacks, shards = list(trainer.callbacks), _compat.shards_dataloaders(trainer)
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
-    undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks)
+    undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks, shards)
     vars(strategy).update(given, undo=undo)
     strategy.__class__ = _joining_of(strategy)
     strategy.check_arguments()
@@ -140,8 +140,10 @@ def _undo(
     added: list[str],
     on_exception: list[Any],
     callbacks: list[Callback],
+    shards: bool,
 ) -> None:
     strategy.end_joining()
+    _compat.set_sharding(trainer, shards)
     give_back(trainer)
     strategy.__class__ = plain
     for name in (*added, "undo"):

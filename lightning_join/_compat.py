@@ -85,9 +85,14 @@ def is_rays(environment: Any) -> bool:
     return type(environment).__module__.startswith("ray.train.lightning")
 
 
-def deal_out_nothing(trainer: "pl.Trainer") -> None:
-    """Keep a trainer from sharding dataloaders, as `Trainer(use_distributed_sampler=False)` does."""
-    trainer._accelerator_connector.use_distributed_sampler = False
+def shards_dataloaders(trainer: "pl.Trainer") -> bool:
+    """Return what `Trainer(use_distributed_sampler=...)` has set."""
+    return trainer._accelerator_connector.use_distributed_sampler
+
+
+def set_sharding(trainer: "pl.Trainer", shards: bool) -> None:
+    """Set whether a trainer shards dataloaders, as `Trainer(use_distributed_sampler=...)` does."""
+    trainer._accelerator_connector.use_distributed_sampler = shards
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

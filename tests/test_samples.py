@@ -173,7 +173,9 @@ class Module(pl.LightningModule):
 def lightning(rank: int, make: Make, **options: Any) -> Seen:
     module = Module(make)
     case = Fit((1,) * WORLD_SIZE, epochs=EPOCHS)
-    build_trainer(case, **{"use_distributed_sampler": True, **options}).fit(module)
+    trainer = build_trainer(case, **{"use_distributed_sampler": True, **options})
+    trainer.fit(module)
+    assert trainer._accelerator_connector.use_distributed_sampler or "callbacks" not in options  # it was put back
     return module.seen
 
 
@@ -459,13 +461,22 @@ def test_how_often_each_sample_is_trained_on(workers: Workers, place: int) -> No
     assert any(DEALT_AGAIN in text for text in said) == (case.warns == DEALT_AGAIN)
 
 
-def share_dealt_out_as_own(rank: int) -> Seen:
+def contradict(rank: int, front_end: str) -> Seen:
+    if front_end == "fabric":
+        return fabric(rank, own(), use_distributed_sampler=True, **MINE)
     return accelerate(rank, own(), **MINE)
 
 
-def test_own_shards_that_were_dealt_out_raise(workers: Workers) -> None:
-    for outcome in workers.outcomes(WORLD_SIZE, share_dealt_out_as_own):
-        assert "that accelerator.prepare has split among the processes" in outcome.error
+@pytest.mark.parametrize(
+    ("front_end", "said"),
+    [
+        ("accelerate", "that accelerator.prepare has split among the processes"),
+        ("fabric", "own_shards=True contradicts use_distributed_sampler=True"),
+    ],
+)
+def test_own_shards_that_are_dealt_out_raise(workers: Workers, front_end: str, said: str) -> None:
+    for outcome in workers.outcomes(WORLD_SIZE, contradict, front_end):
+        assert said in outcome.error
 
 
 def table() -> dict[str, list[str]]:

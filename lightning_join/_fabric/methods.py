@@ -15,7 +15,7 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning_join import _compat_fabric as _compat
 from lightning_join._fabric.joins import Joins
 from lightning_join._fabric.operations import Operations
-from torch_join import UnsupportedError
+from torch_join import JoinValueError, UnsupportedError
 
 
 def ask_strategies() -> None:
@@ -41,6 +41,10 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) 
         if isinstance(strategy, Joins):
             strategy.fabric = fabric
             if own.__name__ == "setup_dataloaders" and kwargs.pop("own_shards", False):
+                if kwargs.get("use_distributed_sampler"):
+                    raise JoinValueError(
+                        "own_shards=True contradicts use_distributed_sampler=True. Remove one of them."
+                    )
                 kwargs["use_distributed_sampler"] = False
             tail = None if instead is None else strategy.find_tail() or strategy.find_placeholders()
         return own(fabric, *args, **kwargs) if tail is None else cast(Any, instead)(tail, own, fabric, *args, **kwargs)
