@@ -171,7 +171,7 @@ def test_many_ranks_are_summed_up() -> None:
 
 
 def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(JoinValueError, match="from 0 to 1, got 30"):
+    with pytest.raises(JoinValueError, match="from 0 to 1, not 30"):
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from tests.support.workers import Workers
 # What each command's output must hold; a group is a number that must be next to zero.
 COMMANDS = {
     "-m torch.distributed.run --standalone --nproc-per-node=2 examples/quickstart.py": (
-        r"the largest difference from one process is (\S+)"
+        r"the largest difference from one process is ([\d.e+-]+)"
     ),
     "examples/torch_loop.py": DIFFERENCE,
     "examples/sharded_digits.py": DIFFERENCE,
