@@ -133,8 +133,14 @@ class Joining(JoiningStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.keep_own_shards()
         if self.options.enable:
             self.begin_joining()
+
+    def keep_own_shards(self) -> None:
+        """Keep the trainer from sharding dataloaders, before a `setup` hook can make it set them up."""
+        if self.own_shards and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
+            _compat.set_sharding(trainer, False)
 
     def begin_joining(self) -> None:
         """Take over the trainer's loops and open the channel, after the process group exists.
@@ -160,8 +166,6 @@ class Joining(JoiningStrategy):
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.own_shards:
-            _compat.set_sharding(trainer, False)
         self.meet_in_set_up()
         super().setup(trainer)
         if self.driver is not None:

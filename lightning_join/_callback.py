@@ -129,6 +129,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     vars(strategy).update(given, undo=undo)
     strategy.__class__ = _joining_of(strategy)
     strategy.check_arguments()
+    strategy.keep_own_shards()
     strategy.begin_joining()
 
 

@@ -170,8 +170,13 @@ class Module(pl.LightningModule):
         return self.optimizer
 
 
-def lightning(rank: int, make: Make, **options: Any) -> Seen:
-    module = Module(make)
+class Estimating(Module):
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches > 0  # it sets up the dataloader before the strategy is
+
+
+def lightning(rank: int, make: Make, estimates: bool = False, **options: Any) -> Seen:
+    module = (Estimating if estimates else Module)(make)
     case = Fit((1,) * WORLD_SIZE, epochs=EPOCHS)
     trainer = build_trainer(case, **{"use_distributed_sampler": True, **options})
     trainer.fit(module)
@@ -385,7 +390,8 @@ CASES = [
     Case(SHARDS, "fabric", own(), own_shards, MINE),
     Case(SHARDS, "accelerate", own(), own_shards, MINE | {"own": True}),
     in_lightning(SHARDS, own(), own_shards, strategy=DDPJoinStrategy(own_shards=True)),
-    in_lightning(SHARDS, own(), own_shards, strategy="ddp", callbacks=[JoinCallback(own_shards=True)]),
+    in_lightning(SHARDS, own(), own_shards, strategy=DDPJoinStrategy(own_shards=True), estimates=True),
+    in_lightning(SHARDS, own(), own_shards, strategy="ddp", callbacks=[JoinCallback(own_shards=True)], estimates=True),
     Case(SHARDS, "trainer", own(), exactly([], [2, 3], [12, 13]), warns=DEALT_AGAIN),
     Case(SHARDS, "lightning", own(), shards_dealt_again, warns=DEALT_AGAIN),
     Case(SHARDS, "fabric", own(), exactly([], [1, 4, 7], [10, 13]), warns=DEALT_AGAIN),

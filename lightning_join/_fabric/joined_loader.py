@@ -78,7 +78,7 @@ class JoinedLoader(Generic[T]):
 class _AheadReader(Reader[T]):
     """Prefetches one batch, to know which batch is the last."""
 
-    dealer = "Fabric's sampler", "Pass setup_dataloaders(..., use_distributed_sampler=False)"
+    dealer = "Fabric's sampler", "Pass setup_dataloaders(..., own_shards=True)"
     _reads_ahead = True
 
     @property
