@@ -48,6 +48,7 @@ html_theme = "furo"
 html_title = f"torch-join {release}"
 html_static_path = ["_static"]
 html_css_files = ["torch_join.css"]
+html_js_files = ["accessible.js"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

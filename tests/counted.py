@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.small import step_on
+
 TOLERANCE = 1e-10
 Batch = dict[str, Tensor]
 Window = list[Batch]
@@ -85,18 +87,15 @@ def make_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)  # moves by gradients of zero, too
 
 
-def reference(case: Case, steps: Sequence[dict[int, Window]] | None = None) -> list[Tensor]:
+def alone(case: Case, steps: Sequence[dict[int, Window]] | None = None) -> list[Tensor]:
     """Train one process on all ranks' batches."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     for _ in range(case.epochs):
         for row in case.steps() if steps is None else steps:
             batches = [batch for window in row.values() for batch in window]
-            optimizer.zero_grad()
-            counted = sum(map(count, batches))
-            loss: Any = sum(total_loss(model, batch) for batch in batches)
-            (loss / (counted or 1.0)).backward()
-            optimizer.step()
+            counted = sum(map(count, batches)) or 1.0
+            step_on((total_loss(model, batch) / counted for batch in batches), optimizer)
     return [p.detach() for p in model.parameters()]
 
 
@@ -104,7 +103,7 @@ def check(case: Case, ranks: Sequence[list[Tensor]], steps: Sequence[dict[int, W
     """Compare what the ranks have with each other, to the bit, and with one process."""
     for mine in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(mine, ranks[0], strict=True))
-    for mine, theirs in zip(ranks[0], reference(case, steps), strict=True):
+    for mine, theirs in zip(ranks[0], alone(case, steps), strict=True):
         assert float((mine - theirs).abs().max()) < TOLERANCE
 
 

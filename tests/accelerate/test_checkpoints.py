@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate_join import Accelerator, join_uneven_inputs
 from tests.emulator import DEVICE, place
 from tests.support.front_ends import accelerate
-from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, plain, reference
+from tests.support.front_ends.accelerate import Script, accelerator_of, dataset, expected_of, plain
 from tests.support.run import Run
 from tests.support.workers import Workers
 
@@ -118,7 +118,7 @@ def check_checkpoints(
         parameters, optimizer, scheduler, accelerator_step, count = states[0]
         whole = script.accumulate == 1 or (step + 1) % script.accumulate == 0 or step + 1 == max(script.lengths)
         until = step + 1 if whole else step + 1 - (step + 1) % script.accumulate
-        expected = reference(script, _cut(seen, until))
+        expected = expected_of(script, _cut(seen, until))
         for mine, theirs in zip(parameters, expected.parameters, strict=True):
             assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
         moments = [v for state in expected.optimizer.values() for v in state.values() if isinstance(v, Tensor)]
@@ -157,7 +157,7 @@ def test_going_back_in_the_tail(workers: Workers, lengths: tuple[int, ...], tmp_
     script = Script(lengths=lengths, scheduler="step")
     results = workers.run(len(lengths), load_back, script, str(tmp_path), 3)
     assert all(state == results[0][1] for _, state in results)
-    expected = reference(script, [seen for seen, _ in results])
+    expected = expected_of(script, [seen for seen, _ in results])
     for mine, theirs in zip(results[0][1][0], expected.parameters, strict=True):
         assert (torch.tensor(mine, dtype=torch.float64) - theirs).abs().max() < 1e-10
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.covering import others_long
-from tests.support.front_ends.accelerate import Script, Trained, reference, train
+from tests.support.front_ends.accelerate import Script, Trained, expected_of, train
 from tests.support.run import TOLERANCE, difference, same_bits
 from tests.support.workers import Workers
 
@@ -61,7 +61,7 @@ def test_as_one_process(workers: Workers, script: Script) -> None:
         longest = max(len(trained.seen[epoch]) for trained in found)
         for trained in found:
             assert trained.ends[epoch] == [step + 1 == longest for step in range(len(trained.seen[epoch]))]
-    expected = reference(script, [trained.seen for trained in found])
+    expected = expected_of(script, [trained.seen for trained in found])
     assert difference(found[0].parameters, expected.parameters) < TOLERANCE
 
 

@@ -19,8 +19,8 @@ from tests.support.front_ends.accelerate_sharded import (
     Trained,
     check,
     difference,
+    expected_of,
     possible,
-    reference,
     sharding_accelerator,
 )
 from tests.support.run import TOLERANCE
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_the_tail(
         for state in states:
             assert difference(state.weights, states[0].weights) == 0
             assert state.same == states[0].same
-        weights, moments = reference(script, [[mine[0][:until]] for mine in seen])
+        weights, moments = expected_of(script, [[mine[0][:until]] for mine in seen])
         assert difference(states[0].weights, weights) < TOLERANCE
         assert not moments or difference(states[0].moments, moments) < TOLERANCE
         groups, scheduler, accelerator_step, *_ = states[0].same

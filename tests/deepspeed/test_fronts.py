@@ -3,7 +3,7 @@
 import pytest
 
 from tests.deepspeed.fronts import EXPECTED, all_of
-from tests.support.front_ends.deepspeed import Recipe, check, reference
+from tests.support.front_ends.deepspeed import Recipe, check, expected_of
 from tests.support.workers import Workers
 
 CASES = {
@@ -32,4 +32,4 @@ def test_a_framework_trains_as_one_process_does(workers: Workers, front: str) ->
     failed = [f"rank {rank}: {one.error}\n{one.trace[-2500:]}" for rank, one in enumerate(outcomes) if one.error]
     assert not failed, "\n".join(failed)
     for place, (_, recipe) in enumerate(cases):
-        check([one.value[place] for one in outcomes], reference(recipe, **EXPECTED[front]))
+        check([one.value[place] for one in outcomes], expected_of(recipe, **EXPECTED[front]))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.front_ends.deepspeed import Recipe, check, reference, train
+from tests.support.front_ends.deepspeed import Recipe, check, expected_of, train
 from tests.support.workers import Workers
 
 # Over stages, lengths, weightings, windows, clipping, optimizers and how ZeRO is set: nearly each pair of them once.
@@ -53,4 +53,4 @@ def test_an_engine_trains_as_one_process_does(workers: Workers, recipes: dict[st
     failed = [f"rank {rank}: {one.error}\n{one.trace[-2500:]}" for rank, one in enumerate(outcomes) if one.error]
     assert not failed, "\n".join(failed)
     for place, (name, recipe) in enumerate(recipes.items()):
-        print(name, check([one.value[place] for one in outcomes], reference(recipe)))
+        print(name, check([one.value[place] for one in outcomes], expected_of(recipe)))

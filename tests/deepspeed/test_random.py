@@ -3,7 +3,7 @@
 import random
 
 from tests.deepspeed.fronts import EXPECTED, accelerate, fabric, lightning
-from tests.support.front_ends.deepspeed import Recipe, Trained, check, reference, train
+from tests.support.front_ends.deepspeed import Recipe, Trained, check, expected_of, train
 from tests.support.many import check_each, seeds
 from tests.support.workers import Workers
 
@@ -59,7 +59,7 @@ def check_one(recipe: Recipe, ranks: tuple[Trained, ...]) -> None:
     options = dict(EXPECTED.get(recipe.front, {}))
     if "scheduled_times" in options:
         options["scheduled_times"] = recipe.world_size
-    check([*ranks], reference(recipe, **options))
+    check([*ranks], expected_of(recipe, **options))
 
 
 @seeds(range(0), 300, of=BATCH)

@@ -22,10 +22,10 @@ from tests.support.front_ends.transformers import (
     Samples,
     Trained,
     arguments_of,
+    by_trainer,
     count_labels,
     data_of,
     outcome,
-    reference,
 )
 from tests.support.workers import Workers
 
@@ -116,4 +116,4 @@ def test_a_trainer_trains_as_one_process_does(workers: Workers) -> None:
 
 
 def expected_of(_: int, fit: Fit, found: list[Trained]) -> Trained:
-    return reference(fit, found)
+    return by_trainer(fit, found)

@@ -40,7 +40,7 @@ SCRIPTS: dict[str, Any] = {
 def test_accelerate(devices: Workers, name: str) -> None:
     script = SCRIPTS[name]
     results = devices.run(script.world_size, accelerate_front_end.train, script)
-    expected = accelerate_front_end.reference(script, [result.seen for result in results])
+    expected = accelerate_front_end.expected_of(script, [result.seen for result in results])
     for result in results:
         assert difference(result.parameters, expected.parameters) < 1e-10
         assert all(map(torch.equal, result.parameters, results[0].parameters))

@@ -12,7 +12,8 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 from tests.docs.snippets import DOCS, pages
-from tests.support.browser import browser, complaints, open_file, overflow
+from tests.support.browser import barriers, browser, complaints, open_file, overflow
+from tests.support.commands import once
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="no Sphinx here")
 WIDTHS = (400, 1400)
@@ -20,11 +21,13 @@ WIDTHS = (400, 1400)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+    return once(tmp_path_factory, "site", build)
+
+
+def build(folder: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", str(DOCS), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 class Page(HTMLParser):
@@ -92,6 +95,14 @@ def test_each_page_opens(site: Path, width: int) -> None:
                 "return [...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
             )
             assert images == [], name
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_are_accessible(site: Path, width: int) -> None:
+    with browser(width) as page:
+        for name in ("index.html", "how-do-i/torch.html", "plain-loops.html"):
+            open_file(page, site / name)
+            assert barriers(page) == [], name
 
 
 def test_a_broken_link_would_be_found(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_an_evaluation_is_of_all_batches(
     workers: Workers, case: Case, streams: bool, several: bool, fits: bool
 ) -> None:
     ranks = workers.run(len(case.lengths), evaluate, case, streams, several, fits, deadline=60.0)
-    net = experts.reference(case) if fits else experts.make(case)
+    net = experts.alone(case) if fits else experts.make(case)
     if fits:
         experts.check(case, [(rank, parameters) for rank, *_, parameters in ranks])
     steps = [[case.batch(r, s) for r, n in enumerate(case.lengths) if s < n] for s in range(max(case.lengths))]

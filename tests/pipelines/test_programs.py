@@ -94,7 +94,7 @@ def test_a_job_that_comes_back_with_another_number_of_ranks(workers: Workers, tm
     assert float(re.findall(DIFFERENCE, printed)[0]) <= 1e-10
 
 
-@pytest.mark.parametrize("name", others_long(PROGRAMS, "litdata_stream"))
+@pytest.mark.parametrize("name", others_long(PROGRAMS))
 def test_command_runs(name: str) -> None:
     needed, start = PROGRAMS[name]
     pytest.importorskip(needed)

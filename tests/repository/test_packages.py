@@ -1,7 +1,6 @@
 """The packages: their public names, what they import, what tests know of their inside."""
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch_join
 import torch_join.integration
 from scripts import structure
 from scripts.structure import is_private
+from tests.support.commands import once
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [torch_join, lightning_join, pytorch_lightning_join, accelerate_join]
@@ -190,28 +190,55 @@ GONE = {
 }
 CASES = [(package, *case) for package, cases in GONE.items() for case in cases]
 WITHOUT = """
-import accelerate, importlib, lightning.pytorch, os, pkgutil, pytorch_lightning, sys
-for package, name, _ in {cases!r}:
+owner, _, name = {name!r}.rpartition(".")
+# The framework's own modules that use the name have it already.
+delattr(pkgutil.resolve_name(owner), name)
+import {package}
+"""
+NEWER = {
+    "torch": "torch_join",
+    "lightning": "lightning_join, lightning_join.fabric",
+    "pytorch_lightning": "pytorch_lightning_join",
+    "accelerate": "accelerate_join",
+    "transformers": "accelerate_join.transformers",
+}
+RAISED = """
+own = importlib.metadata.version
+importlib.metadata.version = lambda name: "99.0.dev1" if name == {framework!r} else own(name)
+warnings.simplefilter("always")
+os.environ["RANK"] = {rank!r}
+import {packages}
+"""
+IN_TURN = """
+import accelerate, importlib.metadata, lightning.pytorch, os, pkgutil, pytorch_lightning, traceback, warnings
+for name, script in {scripts!r}.items():
     if os.fork():  # importing the frameworks takes long
         os.wait()
         continue
     os.dup2(os.open(os.path.join({folder!r}, name), os.O_CREAT | os.O_WRONLY), 2)
-    owner, _, name = name.rpartition(".")
-    found = pkgutil.resolve_name(owner)
-    # The framework's own modules that use the name have it already.
-    delattr(found, name)
-    importlib.import_module(package)
-    sys.exit()
+    try:
+        exec(script)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # a usual end would take apart all that was imported
 """
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what is written to stderr in each of the cases."""
-    folder = tmp_path_factory.mktemp("said")
-    script = WITHOUT.format(cases=CASES, folder=str(folder))
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
-    return folder
+    scripts = {name: WITHOUT.format(package=package, name=name) for package, name, _ in CASES}
+    for framework, packages in NEWER.items():
+        for rank in ("0", "1"):
+            script = RAISED.format(framework=framework, packages=packages, rank=rank)
+            scripts[f"{framework} on rank {rank}"] = script
+
+    def write(folder: Path) -> None:
+        script = IN_TURN.format(scripts=scripts, folder=str(folder))
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+    return once(tmp_path_factory, "said", write)
 
 
 @pytest.mark.parametrize(("package", "name", "text"), CASES)
@@ -228,28 +255,10 @@ def test_a_private_name_that_has_gone_is_told_as_a_package_is_imported(
     assert error.endswith("install one of these versions, or a newer version of this package.")
 
 
-NEWER = {
-    "torch": "torch_join",
-    "lightning": "lightning_join, lightning_join.fabric",
-    "pytorch_lightning": "pytorch_lightning_join",
-    "accelerate": "accelerate_join",
-    "transformers": "accelerate_join.transformers",
-}
-RAISED = """
-import importlib.metadata, os, sys, warnings
-own = importlib.metadata.version
-importlib.metadata.version = lambda name: "99.0.dev1" if name == {framework!r} else own(name)
-warnings.simplefilter("always")
-import {packages}
-"""
-
-
 @pytest.mark.parametrize("framework", NEWER)
-def test_a_newer_version_is_used_with_one_warning_in_a_job(framework: str) -> None:
+def test_a_newer_version_is_used_with_one_warning_in_a_job(said: Path, framework: str) -> None:
     pytest.importorskip(framework)
-    script = RAISED.format(framework=framework, packages=NEWER[framework])
-    for rank, said in (("0", 1), ("1", 0)):
-        environ = {**os.environ, "RANK": rank}
-        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(f" {framework} 99.0.dev1 is newer than the versions") == said, done.stderr
+    for rank, count in ((0, 1), (1, 0)):
+        stderr = (said / f"{framework} on rank {rank}").read_text()
+        assert "Traceback" not in stderr, stderr
+        assert stderr.count(f" {framework} 99.0.dev1 is newer than the versions") == count, stderr

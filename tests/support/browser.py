@@ -50,6 +50,18 @@ def complaints(page: Any) -> list[str]:
     return [entry["message"] for entry in page.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
+def barriers(page: Any) -> list[str]:
+    """Return what axe finds on the page that is open, light and dark: contrast, labels, headings, keyboard access."""
+    selenium = pytest.importorskip("axe_core_python.selenium", reason="no axe here")
+    found = []
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        for each in selenium.Axe().run(page)["violations"]:
+            found += [f"{scheme}: {each['help']}: {node['html']}" for node in each["nodes"]]
+    return found
+
+
 def overflow(page: Any) -> int:
     """Return by how many pixels the page that is open is wider than its window."""
     return int(page.execute_script("return document.documentElement.scrollWidth - window.innerWidth"))

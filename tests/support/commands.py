@@ -5,14 +5,29 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300.0  # seconds; on two cores none takes more than half a minute, and four of these under load
 DIFFERENCE = r"Largest difference of a parameter from one process on the same schedule: (\S+)"
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that `make` has filled, once for all of pytest's processes."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            part.mkdir(exist_ok=True)
+            make(part)
+            part.rename(folder)
+    return folder
 
 
 def run(command: str) -> str:

@@ -172,7 +172,7 @@ def make_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
-def reference(case: Case) -> Net:
+def alone(case: Case) -> Net:
     """Return what one process trains on the batches of all ranks."""
     net = make(case)
     optimizer, world = make_optimizer(net.parameters()), len(case.lengths)
@@ -281,7 +281,7 @@ class Spread(Part):
 
 def check(case: Case, ranks: Sequence[tuple[int, list[Tensor]]]) -> None:
     """Compare what each rank has with what one process has; each says which of the experts it holds."""
-    expected = [p.detach() for p in reference(case).parameters()]
+    expected = [p.detach() for p in alone(case).parameters()]
     for place, parameters in ranks:
         for mine, whole in zip(parameters, expected, strict=True):
             part = whole[place * len(mine) : (place + 1) * len(mine)] if whole.ndim == 3 else whole

@@ -157,7 +157,7 @@ class Trained(NamedTuple):
     rate: float
 
 
-def reference(recipe: Recipe) -> Trained:
+def expected_of(recipe: Recipe) -> Trained:
     """Train in one process on the union of the batches."""
     training = run.reference(recipe)
     trained = training.training

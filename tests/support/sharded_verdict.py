@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.front_ends.sharded import fits_torch, train_padded
-from tests.support.sharded import Recipe, Trained, differences, reference
+from tests.support.sharded import Recipe, Trained, differences, expected_of
 from tests.support.sharded_search import fits_one_process
 from tests.support.workers import DeadlineError, Outcome, Workers
 
@@ -69,7 +69,7 @@ def _refusal(outcomes: list[Outcome], recipe: Recipe) -> str:
 def _wanted(workers: Workers, recipe: Recipe) -> list[Trained]:
     """Return what each rank should end with."""
     if fits_one_process(recipe):
-        return [reference(recipe)] * recipe.world_size
+        return [expected_of(recipe)] * recipe.world_size
     ranks = workers.run(recipe.world_size, train_padded, [recipe], deadline=DEADLINE, timeout=15.0)
     losses = [found[0].losses for found in ranks]
     total = {epoch: [each[epoch] for each in losses] for epoch in losses[0]}

@@ -42,10 +42,7 @@ class Training:
 
     def step(self, *batches: Tensor, share: float = 1.0) -> None:
         """Step on some batches, each of which counts for a share."""
-        self.optimizer.zero_grad()
-        for x in batches:
-            (loss(self.model, x) * share).backward()
-        self.optimizer.step()
+        step_on((loss(self.model, x) * share for x in batches), self.optimizer)
 
     @property
     def given(self) -> list[Any]:
@@ -55,6 +52,21 @@ class Training:
     def weight(self) -> list[float]:
         weight: Any = self.net.weight
         return (weight.full_tensor() if isinstance(weight, DTensor) else weight).flatten().tolist()  # type: ignore[no-any-return]
+
+
+def step_on(losses: Iterable[Tensor], *optimizers: torch.optim.Optimizer, clip: float = 0.0) -> None:
+    """Step on the sum of some losses, as one process does on the losses of all ranks, each times its weight.
+
+    With `clip` the gradients of each optimizer are clipped to this norm.
+    """
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for each in losses:
+        each.backward()
+    for optimizer in optimizers:
+        if clip:
+            nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), clip)
+        optimizer.step()
 
 
 def alone(ranks: int, steps: Iterable[Places]) -> list[float]:

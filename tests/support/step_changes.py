@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.support.small import steps_of
+from tests.support.small import step_on, steps_of
 
 EPOCHS = 2
 RATE = 0.1
@@ -74,15 +74,12 @@ class Student(nn.Module):
         return [tensor.detach().clone() for tensor in self.state_dict().values()]
 
 
-def reference(how: str, lengths: Sequence[int]) -> list[list[Tensor]]:
+def alone(how: str, lengths: Sequence[int]) -> list[list[Tensor]]:
     """Return the state after each step of one process."""
     student, found = Student(how), list[list[Tensor]]()
     optimizer = student.optimizer()
     for taken, places in enumerate(EPOCHS * steps_of(lengths)):
         student.change(optimizer, taken)
-        optimizer.zero_grad()
-        for place in places:
-            (student.loss(rows(*place)) / len(lengths)).backward()
-        optimizer.step()
+        step_on((student.loss(rows(*place)) / len(lengths) for place in places), optimizer)
         found.append(student.state())
     return found

@@ -10,9 +10,9 @@ from tests.support.front_ends.transformers import (
     SMOOTHING,
     Fit,
     Trained,
+    by_trainer,
     count_labels,
     in_one_process,
-    reference,
     train,
 )
 from tests.support.run import TOLERANCE
@@ -71,7 +71,7 @@ def check_as_one_process(workers: Workers, fit: Fit) -> None:
     for trained in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(trained.parameters, found[0].parameters, strict=True))
         assert trained.steps == found[0].steps
-    expected = reference(fit, found)
+    expected = by_trainer(fit, found)
     assert expected.steps == found[0].steps
     for mine, theirs in zip(found[0].parameters, expected.parameters, strict=True):
         assert (mine - theirs).abs().max() < TOLERANCE

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.faults import logged
-from tests.support.front_ends.transformers import Fit, Net, Recording, Trained, reference, train
+from tests.support.front_ends.transformers import Fit, Net, Recording, Trained, by_trainer, train
 from tests.support.workers import Workers
 
 PLAIN = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -100,7 +100,7 @@ def test_a_loss_that_runs_backwards_of_its_own(
 ) -> None:
     fit = Fit(lengths, accumulate=accumulate, weighting=weighting, counts=False, extra={"max_grad_norm": 0.3})
     found = workers.run(len(lengths), train, fit, Cached)
-    assert_as(found, reference(fit, found).parameters)
+    assert_as(found, by_trainer(fit, found).parameters)
 
 
 def shown(found: list[Trained], name: str) -> list[list[float]]:
@@ -113,7 +113,7 @@ def test_the_train_loss_is_that_of_one_process(workers: Workers, every: int) -> 
     found = workers.run(3, train, fit)
     first, *others = shown(found, "train_loss")
     assert others == [first, first]
-    assert first == pytest.approx(shown([reference(fit, found)], "train_loss")[0], abs=1e-6)
+    assert first == pytest.approx(shown([by_trainer(fit, found)], "train_loss")[0], abs=1e-6)
 
 
 class Ones(Recording):

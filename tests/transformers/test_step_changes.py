@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from accelerate_join.transformers import JoinTrainer
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.run import difference
-from tests.support.step_changes import EPOCHS, Student, reference, rows
+from tests.support.step_changes import EPOCHS, Student, alone, rows
 from tests.support.warned import warned
 from tests.support.workers import Workers
 
@@ -72,7 +72,7 @@ def train(rank: int, lengths: Lengths, how: str, kind: type[Changing] = Changing
     ("lengths", "how"), [((2, 5), "teacher"), ((3, 0), "projected"), ((1, 4, 3), "state"), ((2, 4), "decay")]
 )
 def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: str) -> None:
-    expected = reference(how, lengths)[-1]
+    expected = alone(how, lengths)[-1]
     first, *others = workers.run(len(lengths), train, lengths, how)
     for state, _ in (first, *others):
         assert difference(state, expected) < 1e-10
@@ -84,6 +84,6 @@ def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: 
 
 @pytest.mark.parametrize(("lengths", "how"), [((2, 5), "centre"), ((1, 4, 3), "centre"), ((0, 3), "teacher")])
 def test_a_change_before_the_forward_is_not_lost(workers: Workers, lengths: Lengths, how: str) -> None:
-    expected = reference(how, lengths)[-1]
+    expected = alone(how, lengths)[-1]
     for state, _ in workers.run(len(lengths), train, lengths, how, Early):
         assert difference(state, expected) < 1e-10

@@ -231,7 +231,7 @@ def together(batches: list[dict[str, Any]], halves: bool) -> dict[str, Any]:
     return found
 
 
-def reference(name: str, found: list[Any], options: dict[str, Any]) -> Any:
+def alone(name: str, found: list[Any], options: dict[str, Any]) -> Any:
     make, kind = KINDS[name]
     epochs = []
     for each in zip(*(seen for seen, *_ in found), strict=True):
@@ -253,7 +253,7 @@ def check(workers: Workers, name: str, lengths: tuple[int, ...], options: dict[s
     found = workers.run(len(lengths), train, name, lengths, options)
     for each in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0][1], each[1], strict=True))
-    parameters, logs = reference(name, found, options)
+    parameters, logs = alone(name, found, options)
     assert max((mine - theirs).abs().max() for mine, theirs in zip(found[0][1], parameters, strict=True)) < tolerance
     for mine, theirs in zip(found[0][2], logs, strict=True):
         for value in ("loss", "grad_norm", "num_tokens", *MEANS_OF_TOKENS):

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from accelerate_join import join_batches
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.run import difference
-from tests.support.small import batch
+from tests.support.small import batch, step_on, steps_of
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
@@ -41,10 +41,7 @@ class Training:
         return [self.model, self.optimizer, self.scheduler, self.average]
 
     def step(self, *batches: Tensor, share: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        for x in batches:
-            (self.model(x).pow(2).mean() * share).backward()
-        self.optimizer.step()
+        step_on((self.model(x).pow(2).mean() * share for x in batches), self.optimizer)
 
     def change(self, how: str) -> None:
         """What comes after the loop."""
@@ -105,13 +102,11 @@ def train(rank: int, lengths: Lengths, stops: Lengths, how: str, where: str = ""
     return training.result
 
 
-def reference(lengths: Lengths, stops: Lengths, how: str, where: str) -> list[Tensor]:
+def alone(lengths: Lengths, stops: Lengths, how: str, where: str) -> list[Tensor]:
     training = Training()
-    counts = list(map(min, lengths, stops))
     for _ in range(2):
-        for step in range(max(counts)):
-            here = [batch(rank, step) for rank, count in enumerate(counts) if step < count]
-            training.step(*here, share=1 / len(lengths))
+        for places in steps_of([*map(min, lengths, stops)]):
+            training.step(*(batch(*place) for place in places), share=1 / len(lengths))
         if where != "after the with":
             training.change(how)
     if where == "after the with":
@@ -165,7 +160,7 @@ def test_a_change_that_others_would_repeat_or_undo_raises(
 def test_what_leaves_everything_as_it_was_does_not(
     workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, how: str
 ) -> None:
-    expected = reference(lengths, stops, "", "")
+    expected = alone(lengths, stops, "", "")
     for result in workers.run(len(lengths), train, lengths, stops, how, "", may_break):
         assert difference(result, expected) < 1e-10
 
@@ -176,7 +171,7 @@ def test_what_leaves_everything_as_it_was_does_not(
 def test_where_all_ranks_break_it_is_exact(
     workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, how: str
 ) -> None:
-    expected = reference(lengths, stops, how, "")
+    expected = alone(lengths, stops, how, "")
     for result in workers.run(len(lengths), train, lengths, stops, how, "", may_break):
         assert difference(result, expected) < 1e-10
 
@@ -186,7 +181,7 @@ def test_where_all_ranks_break_it_is_exact(
 def test_the_ways_that_the_error_names_are_exact(
     workers: Workers, lengths: Lengths, stops: Lengths, may_break: bool, where: str
 ) -> None:
-    expected = reference(lengths, stops, "average", where)
+    expected = alone(lengths, stops, "average", where)
     for result in workers.run(len(lengths), train, lengths, stops, "average", where, may_break):
         assert difference(result, expected) < 1e-10
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from tests.support.small import Places, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -182,18 +183,16 @@ def train(rank: int, kind: str, epochs: Any) -> tuple[list[Any], bool]:
     return [p.tolist() for p in ddp.parameters()], same
 
 
-def reference(kind: str, epochs: Any) -> list[Any]:
+def alone(kind: str, epochs: Any) -> list[Any]:
     model = build()
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = StepLR(optimizer, 2, 0.8)
     for epoch, lengths in enumerate(epochs):
-        for step in range(max(lengths)):
+        for places in steps_of(lengths):
 
-            def backward(epoch: int = epoch, step: int = step, lengths: Any = lengths) -> None:
-                losses = [
-                    model(inputs(r, epoch, step)).square().mean() for r in range(len(lengths)) if step < lengths[r]
-                ]
-                (torch.stack(losses).sum() / len(lengths)).backward()
+            def backward(epoch: int = epoch, places: Places = places) -> None:
+                losses = [model(inputs(rank, epoch, step)).square().mean() for rank, step in places]
+                (torch.stack(losses).sum() / len(epochs[0])).backward()
 
             one_step(optimizer, backward)
             scheduler.step()
@@ -205,7 +204,7 @@ def reference(kind: str, epochs: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_that_is_more_than_torchs(workers: Workers, kind: str, world_size: int) -> None:
     epochs = EPOCHS[world_size]
-    expected = reference(kind, epochs)
+    expected = alone(kind, epochs)
     found = workers.run(world_size, train, kind, epochs)
     for parameters, same in found:
         assert parameters == found[0][0]

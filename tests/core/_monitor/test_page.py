@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.core._monitor.epochs import make_epochs
-from tests.support.browser import browser, complaints, open_file, overflow
+from tests.support.browser import barriers, browser, complaints, open_file, overflow
 from tests.support.report import numbers_of
 from torch_join import JoinMonitor
 from torch_join.integration import EpochRecord
@@ -27,6 +27,7 @@ def test_the_report(tmp_path: Path, width: int) -> None:
         open_file(page, path)
         assert complaints(page) == []
         assert overflow(page) <= 0
+        assert barriers(page) == []
         assert page.title == page.find_element("tag name", "h1").text == "What uneven inputs cost"
         text = page.find_element("tag name", "body").text
         # Epochs of 0, 10, 20 batches and of 0, 11, 21: of which 30 and 31 tenths of rank-seconds are idle.

@@ -18,7 +18,7 @@ from torch_join import Join
 EPOCHS = 2
 
 
-def reference(lengths: tuple[int, ...], last: int | None = None) -> Any:
+def expected(lengths: tuple[int, ...], last: int | None = None) -> Any:
     return pytest.approx(alone(len(lengths), EPOCHS * steps_of(lengths, last)), abs=1e-12)
 
 
@@ -54,13 +54,13 @@ def test_a_loop_that_never_asks_for_the_end(
     workers: Workers, lengths: tuple[int, ...], how: str, may_break: bool
 ) -> None:
     for weight in workers.run(len(lengths), train, [lengths] * EPOCHS, how, may_break):
-        assert weight == reference(lengths)
+        assert weight == expected(lengths)
 
 
 @pytest.mark.parametrize("lengths", [(3, 7), (2, 2), (7, 3), (1, 5), (4, 3)])
 def test_a_break_at_the_same_step_may_be_some_ranks_last(workers: Workers, lengths: tuple[int, ...]) -> None:
     for weight in workers.run(2, train, [lengths] * EPOCHS, "for", False, min(lengths)):
-        assert weight == reference(lengths, min(lengths))
+        assert weight == expected(lengths, min(lengths))
 
 
 def save_behind(
@@ -107,7 +107,7 @@ def test_who_counts_to_the_last_batch_is_at_the_loops_end(
     for off, rate, _, warnings in workers.run(len(lengths), save_behind, lengths, how, True, options):
         assert (off, rate, warnings) == (0.0, 0.1 / 2**EPOCHS, 0)
     for _, _, weight, _ in workers.run(len(lengths), save_behind, lengths, how, False, options):
-        assert weight == reference(lengths) or "weighting" in options
+        assert weight == expected(lengths) or "weighting" in options
 
 
 def test_a_state_that_is_read_too_early_is_named(workers: Workers) -> None:
@@ -115,7 +115,7 @@ def test_a_state_that_is_read_too_early_is_named(workers: Workers) -> None:
     assert early > 1e-2
     assert late == 0
     assert (warnings, none) == (EPOCHS, 0)
-    assert weight == reference((2, 5))
+    assert weight == expected((2, 5))
 
 
 @pytest.mark.parametrize("how", ["zip", "islice"])
@@ -124,7 +124,7 @@ def test_so_it_is_where_a_rank_without_a_batch_never_asks(workers: Workers, how:
     assert early > 1e-2
     assert late == 0
     assert (warnings, none) == (EPOCHS, 0)
-    assert weight == reference((0, 5))
+    assert weight == expected((0, 5))
     for outcome in workers.outcomes(2, save_behind, (0, 5), how, True, {}):
         assert "lr of Adam is 0.05 on rank 0, 0.1 on rank 1" in outcome.error
 

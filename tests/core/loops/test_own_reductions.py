@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from tests.support.small import Training, network, steps_of
+from tests.support.small import Training, network, step_on, steps_of
 from tests.support.warned import warned
 from tests.support.workers import Workers
 from torch_join import Join
@@ -69,13 +69,9 @@ def alone(lengths: tuple[int, ...], weighting: str) -> list[float]:
     net = network()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     for places in steps_of(lengths):
-        optimizer.zero_grad()
-        total = {"world": len(lengths), "active": len(places), "samples": sum(1 + rank for rank, _ in places)}[
-            weighting
-        ]
-        for rank, step in places:
-            (net(rows(rank, step)).square().mean() * ((1 + rank) if weighting == "samples" else 1) / total).backward()
-        optimizer.step()
+        samples = {rank: 1 + rank if weighting == "samples" else 1 for rank, _ in places}
+        total = len(lengths) if weighting == "world" else sum(samples.values())
+        step_on((net(rows(r, step)).square().mean() * samples[r] / total for r, step in places), optimizer)
     return net.weight.flatten().tolist()
 
 

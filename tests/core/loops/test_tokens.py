@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.front_ends.accelerate import accelerator_of
+from tests.support.small import step_on, steps_of
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -35,16 +36,13 @@ def loss_sum(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(model(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def reference(lengths: tuple[int, ...]) -> list[float]:
+def alone(lengths: tuple[int, ...]) -> list[float]:
     net = network()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    for _ in range(EPOCHS):
-        for step in range(max(lengths)):
-            batches = [batch(rank, step) for rank, length in enumerate(lengths) if step < length]
-            count = sum(int((labels != -100).sum()) for _, labels in batches)
-            torch.stack([loss_sum(net, *one) / count for one in batches]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for places in EPOCHS * steps_of(lengths):
+        batches = [batch(*place) for place in places]
+        count = sum(int((labels != -100).sum()) for _, labels in batches)
+        step_on([loss_sum(net, *one) / count for one in batches], optimizer)
     return net.weight.flatten().tolist()
 
 
@@ -84,4 +82,4 @@ def accelerated(rank: int, lengths: tuple[int, ...]) -> list[float]:
 @pytest.mark.parametrize("how", ["plain", "accelerate"])
 def test_each_token_counts_the_same(workers: Workers, lengths: tuple[int, ...], how: str) -> None:
     for weights in workers.run(2, plain if how == "plain" else accelerated, lengths):
-        assert weights == pytest.approx(reference(lengths), abs=1e-12)
+        assert weights == pytest.approx(alone(lengths), abs=1e-12)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.support.front_ends.sharded import fits_torch, train
-from tests.support.sharded import Recipe, differences, reference
+from tests.support.sharded import Recipe, differences, expected_of
 from tests.support.workers import Workers
 
 
@@ -22,7 +22,7 @@ def check(workers: Workers, recipes: dict[str, Recipe], deadline: float = 180.0)
     ranks = trained(workers, recipes, deadline=deadline)
     worst, wrong = 0.0, []
     for index, (name, recipe) in enumerate(recipes.items()):
-        wanted = reference(recipe)
+        wanted = expected_of(recipe)
         for rank, mine in enumerate(ranks):
             found = differences(mine[index], rank, wanted, recipe)
             worst = max(worst, *found.values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.front_ends.sharded import PATIENCE, Training, train
-from tests.support.sharded import Recipe, differences, reference
+from tests.support.sharded import Recipe, differences, expected_of
 from tests.support.workers import Workers
 
 SPLITS: dict[str, Callable[[str], bool]] = {
@@ -41,7 +41,7 @@ class OfTwo(Recipe):
 def test_two_optimizers(workers: Workers, api: str, split: str) -> None:
     for recipe in (OfTwo((2, 5)), OfTwo((0, 4), weighting="samples"), OfTwo((5, 2, 0))):
         recipe = recipe.but(api=api, by=split)
-        wanted = reference(recipe)
+        wanted = expected_of(recipe)
         for rank, mine in enumerate(workers.run(recipe.world_size, train, [recipe], **PATIENCE)):
             assert all(each <= recipe.tolerance for each in differences(mine[0], rank, wanted, recipe).values())
 

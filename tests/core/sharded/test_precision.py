@@ -7,7 +7,7 @@ import torch
 
 from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, Padded, Training, train, train_padded
-from tests.support.sharded import Batch, Recipe, Trained, differences, reference
+from tests.support.sharded import Batch, Recipe, Trained, differences, expected_of
 from tests.support.workers import Workers
 
 LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -60,7 +60,7 @@ def test_scaler_and_clipping_in_float32(workers: Workers, api: str) -> None:
     ]
     outcomes = workers.run(2, train, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
-        wanted = reference(recipe)
+        wanted = expected_of(recipe)
         for rank in range(2):
             found = differences(outcomes[rank][index], rank, wanted, recipe)
             assert max(found.values()) < recipe.tolerance, (recipe, found)

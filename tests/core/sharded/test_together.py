@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.front_ends.sharded import LIMIT, PATIENCE, full_state, shard
 from tests.support.run import TOLERANCE, weights_of
 from tests.support.sharded import EPOCHS, Recipe
+from tests.support.small import step_on
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -36,7 +37,7 @@ def step(run: list[Any], batch: tuple[Tensor, Tensor], number: int) -> Tensor:
     return functional.mse_loss(run[2](x) if number % 2 else x, y)
 
 
-def reference(weighting: str, clip: float) -> States:
+def alone(weighting: str, clip: float) -> States:
     models = nets()
     optimizers = optimizers_of([list(model.parameters()) for model in models])
     for epoch in range(EPOCHS):
@@ -44,13 +45,8 @@ def reference(weighting: str, clip: float) -> States:
         for number in range(5):
             here = {rank: mine[number] for rank, mine in enumerate(data) if number < len(mine)}
             counts = weights_of(weighting, 3, {rank: len(x) for rank, (x, _) in here.items()})
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            torch.stack([counts[rank] * step(models, batch, number) for rank, batch in here.items()]).sum().backward()
-            for model, optimizer in zip(models, optimizers, strict=True):
-                if clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
+            losses = (counts[rank] * step(models, batch, number) for rank, batch in here.items())
+            step_on(losses, *optimizers, clip=clip)
     return [{name: value.detach() for name, value in model.state_dict().items()} for model in models]
 
 
@@ -115,7 +111,7 @@ def train(rank: int, setup: str, api: str, weighting: str, one_optimizer: bool, 
 def test_several_models(
     workers: Workers, setup: str, api: str, weighting: str, one_optimizer: bool, clip: float
 ) -> None:
-    wanted = reference(weighting, clip)
+    wanted = alone(weighting, clip)
     for states in workers.run(3, train, setup, api, weighting, one_optimizer, clip, **PATIENCE):
         for mine, theirs in zip(states, wanted, strict=True):
             for name, value in theirs.items():

@@ -10,7 +10,7 @@ import torch
 from tests.core.sharded.exact import check
 from tests.covering import others_long
 from tests.support.front_ends.sharded import PATIENCE, Training
-from tests.support.sharded import Recipe, Trained, differences, reference
+from tests.support.sharded import Recipe, Trained, differences, expected_of
 from tests.support.workers import Workers
 
 
@@ -73,7 +73,7 @@ def test_a_block_that_is_frozen_and_unfrozen_in_the_loop(workers: Workers, name:
     hows = ["unfreezes"] if name == "FSDP1 flat" else [*FREEZES]
     ranks = workers.run(recipe.world_size, train_freezing, recipe, hows, **PATIENCE)
     for index, how in enumerate(hows):
-        wanted = reference(recipe.but(how=how))
+        wanted = expected_of(recipe.but(how=how))
         for rank, found in enumerate(ranks):
             trained, flags = found[index]
             assert max(differences(trained, rank, wanted, recipe).values()) <= recipe.tolerance, how

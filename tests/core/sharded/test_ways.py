@@ -18,7 +18,7 @@ from tests.emulator import place
 from tests.needs import needs
 from tests.support import run
 from tests.support.front_ends.sharded import PATIENCE, Training, whole
-from tests.support.sharded import Recipe, Trained, differences, reference
+from tests.support.sharded import Recipe, Trained, differences, expected_of
 from tests.support.workers import Workers
 from torch_join import Join
 
@@ -75,7 +75,7 @@ def train_in_backward(rank: int, recipe: Recipe) -> Trained:
     ids=["two", "three", "accumulating", "FSDP1", "FSDP1 three", "FSDP1 accumulating"],
 )
 def test_optimizers_in_backward(workers: Workers, recipe: Recipe) -> None:
-    wanted = reference(recipe)
+    wanted = expected_of(recipe)
     for rank, mine in enumerate(workers.run(recipe.world_size, train_in_backward, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
 
@@ -113,7 +113,7 @@ def test_tensor_parallelism(workers: Workers) -> None:
     ]
     found = workers.run(4, train_parallel, recipes, **PATIENCE)
     for index, recipe in enumerate(recipes):
-        wanted = reference(recipe)
+        wanted = expected_of(recipe)
         for rank in range(4):
             off = differences(found[rank][index], rank // 2, wanted, recipe)
             assert max(off.values()) <= recipe.tolerance, off
@@ -160,7 +160,7 @@ def test_blocks_compiled_by_inductor(workers: Workers, api: str) -> None:
 @pytest.mark.parametrize("api", others_long(["fsdp2", "fsdp1"], "fsdp2"))
 def test_a_compiled_model(workers: Workers, api: str) -> None:
     recipe = Recipe((2, 5), api=api)
-    wanted = reference(recipe)
+    wanted = expected_of(recipe)
     for rank, mine in enumerate(workers.run(2, train_compiled, recipe, **PATIENCE)):
         assert max(differences(mine, rank, wanted, recipe).values()) <= recipe.tolerance
 

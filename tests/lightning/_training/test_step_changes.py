@@ -19,7 +19,7 @@ from tests.support.front_ends import lightning as fits
 from tests.support.front_ends.lightning import build_trainer
 from tests.support.run import Batch, difference
 from tests.support.small import steps_of
-from tests.support.step_changes import EPOCHS, RATE, Student, reference, rows
+from tests.support.step_changes import EPOCHS, RATE, Student, alone, rows
 from tests.support.student_module import StudentModule
 from tests.support.warned import warned
 from tests.support.workers import Workers
@@ -62,7 +62,7 @@ def train(rank: int, lengths: Lengths, how: str) -> tuple[list[list[Tensor]], li
 @pytest.mark.parametrize("how", ["teacher", "projected", "decay", "rate", "state", "centre"])
 @pytest.mark.parametrize("lengths", [(2, 5), (4, 0), (1, 4, 3)])
 def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: str) -> None:
-    expected = reference(how, lengths)
+    expected = alone(how, lengths)
     for rank, (seen, saved, said) in enumerate(workers.run(len(lengths), train, lengths, how)):
         assert max(map(difference, seen, expected)) < 1e-10
         if rank == 0:
@@ -191,7 +191,7 @@ def train_zero(rank: int, lengths: Lengths, how: str) -> list[Tensor]:
 def test_zero_steps_a_joined_ranks_shard_from_what_the_step_has_set(
     workers: Workers, lengths: Lengths, how: str
 ) -> None:
-    expected = reference(how, lengths)[-1]
+    expected = alone(how, lengths)[-1]
     for state in workers.run(len(lengths), train_zero, lengths, how):
         assert difference(state, expected) < 1e-10
 

@@ -309,7 +309,7 @@ def train(rank: int, run: Run) -> Trained:
         return Session(accelerator, script, rank).run()
 
 
-def reference(script: Script, seen: Sequence[Seen]) -> Expected:
+def expected_of(script: Script, seen: Sequence[Seen]) -> Expected:
     """Train one process on what the ranks saw."""
     samples = script.all_samples()
 

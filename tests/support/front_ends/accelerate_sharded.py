@@ -179,9 +179,9 @@ def train(rank: int, script: Sharded) -> Trained:
         return Session(accelerator, script, rank).run()
 
 
-def reference(script: Sharded, seen: list[accelerate.Seen]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expected_of(script: Sharded, seen: list[accelerate.Seen]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights and the moments that one process has after what the ranks saw."""
-    expected = accelerate.reference(script, seen)
+    expected = accelerate.expected_of(script, seen)
     (optimizer,) = expected.training.optimizers
     named = dict(expected.net.named_parameters())
     moments = {
@@ -203,6 +203,6 @@ def check(script: Sharded, found: list[Trained], tolerance: float = TOLERANCE) -
         assert trained.weights.keys() == found[0].weights.keys()
         assert all(torch.equal(value, found[0].weights[name]) for name, value in trained.weights.items())
         assert trained.same == found[0].same
-    weights, moments = reference(script, [trained.seen for trained in found])
+    weights, moments = expected_of(script, [trained.seen for trained in found])
     assert difference(found[0].weights, weights) < tolerance
     assert not moments or difference(found[0].moments, moments) < tolerance  # torch makes some up for a reader

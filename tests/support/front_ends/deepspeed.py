@@ -235,7 +235,7 @@ def train(rank: int, recipe: Recipe, each: Callable[..., None] | None = None, **
         return outcome(deepspeed, engine, net)
 
 
-def reference(recipe: Recipe, ends_windows: bool = False, **changes: Any) -> dict[str, Tensor]:
+def expected_of(recipe: Recipe, ends_windows: bool = False, **changes: Any) -> dict[str, Tensor]:
     """Train in one process; `ends_windows` is whether the end of an epoch ends a window."""
     rest = "steps" if ends_windows else "goes on"
     expected = run.reference(recipe.but(dtype=torch.float64, rest=rest, **changes))

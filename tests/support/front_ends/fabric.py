@@ -14,7 +14,7 @@ import lightning_join  # noqa: F401  registers the strategies
 from lightning_join.fabric import DDPJoinStrategy
 from tests.support import inside
 from tests.support.batches import loader_of
-from tests.support.front_ends.accelerate import OnOwnBatches, Script, Stream, dataset, plain, reference, script_of
+from tests.support.front_ends.accelerate import OnOwnBatches, Script, Stream, dataset, expected_of, plain, script_of
 from tests.support.run import Run, difference, whole_state
 from torch_join.integration import own_loops
 
@@ -99,7 +99,7 @@ def check(script: Script, ranks: list[Trained]) -> float:
     for one in ranks[1:]:
         assert one.states == ranks[0].states
         assert all(torch.equal(mine, first) for mine, first in zip(one.parameters, ranks[0].parameters, strict=True))
-    expected = reference(script.but(step_scheduler_with_optimizer=False), [one.seen for one in ranks])
+    expected = expected_of(script.but(step_scheduler_with_optimizer=False), [one.seen for one in ranks])
     return difference(ranks[0].parameters, expected.parameters)
 
 

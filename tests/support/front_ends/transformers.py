@@ -268,7 +268,7 @@ def unions(fit: Fit, found: list[Trained]) -> list[list[dict[str, Tensor]]]:
     return epochs
 
 
-def reference(fit: Fit, found: list[Trained], **more: Any) -> Trained:
+def by_trainer(fit: Fit, found: list[Trained], **more: Any) -> Trained:
     """Train in one process on the unions of what the ranks have trained on."""
     epochs = unions(fit, found)
 
