@@ -338,12 +338,12 @@ def in_lightning(line: str, make: Make, expected: Expected | str, **options: Any
 NO_SAMPLER, STREAM, SHARDS = "one dataset, no sampler", "one stream, the same on each rank", "a shard for each rank"
 OURS, TORCHS = "`UnpaddedDistributedSampler`", "`DistributedSampler`"
 TORCHS_DROPPING, DROPPING = "`DistributedSampler(drop_last=True)`", "`DataLoader(drop_last=True)`"
-ROUNDS = "a sampler that knows W and repeats batches until all ranks have as many"
+ROUNDS = "a sampler that knows W and repeats batches until all ranks have the same number"
 PARTS = "a stream in equal parts, such as Ray Data's `streaming_split(equal=True)`"
 LIMIT, OVERFIT = "`limit_train_batches=0.5`", "`overfit_batches=2`"
 RELOAD = "`reload_dataloaders_every_n_epochs=1`"
-LONG, SHORT = "`__len__` of a stream, a sampler or a loader: too large", "the same: too small"
-LONG_DATA, SHORT_DATA = "`__len__` of a dataset with indices: too large", "that one: too small"
+LONG, SHORT = (f"`__len__` of a stream, a sampler or a loader: too {how}" for how in ("large", "small"))
+LONG_DATA, SHORT_DATA = (f"`__len__` of a dataset with indices: too {how}" for how in ("large", "small"))
 
 TWICE = "which already gives this process 1 of 3 samples. Accelerate splits these among 3 processes again"
 DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
