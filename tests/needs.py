@@ -73,7 +73,7 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "gloo's reduce_scatter": _gloo_can(lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1)]])),
     # Where it always adds up, it does so with bits of floats too.
     "gloo's reduce_scatter_tensor by another operation than a sum": lambda: not _gloo_can(_scatter_bits)(),
-    "operators that tell what they reduce by": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
+    "operators that expose their reduce operation": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "FSDPModule.set_reduce_scatter_unused_params": lambda: hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     "fully_shard over tensor parallelism in uneven parts": lambda: (
         "FSDP+TP sharding does not support uneven" not in inspect.getsource(_fsdp_param)
@@ -83,9 +83,9 @@ _FEATURES: dict[str, Callable[[], bool]] = {
     "Accelerate's loading of a sharded optimizer without a state": _loads_a_state_that_is_empty,
     "Accelerate's ParallelismConfig": lambda: importlib.util.find_spec("accelerate.parallelism_config") is not None,
     "gloo's all_to_all": _gloo_can(lambda group: group.alltoall([torch.ones(1)], [torch.ones(1)])),
-    "hooks that a checkpoint's second run leaves": lambda: not are_lost(),
+    "parameter hooks that a checkpoint's rerun keeps": lambda: not are_lost(),
     "a backend of one's own that can be aborted": lambda: hasattr(dist.Backend, "abort"),
-    "a process group that any device is bound to": lambda: (
+    "a process group that can be bound to any device": lambda: (
         "must be a cuda device" not in inspect.getsource(dist.distributed_c10d)
     ),
     "a store that lists its keys": lambda: hasattr(dist.Store, "list_keys"),

@@ -26,7 +26,7 @@ from tests.support.front_ends.accelerate_sharded import (
 from tests.support.run import TOLERANCE
 from tests.support.workers import Workers
 
-CRASHES = pytest.mark.skip(reason="torch: a full state dict of FSDP 1, offloaded to a CPU from a CPU, is a segfault")
+CRASHES = pytest.mark.skip(reason="torch crashes on a full state dict of FSDP 1 that is offloaded from the CPU")
 KINDS = [
     pytest.param(2, "SHARDED_STATE_DICT", id="2 sharded"),
     pytest.param(2, "FULL_STATE_DICT", id="2 full"),

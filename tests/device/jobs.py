@@ -92,4 +92,4 @@ def skip_without_functional_gather(devices: Workers) -> None:
 
 def skip_where_hooks_are_lost(program: programs.Program) -> None:
     if loses_hooks(program):
-        pytest.skip("needs hooks that a checkpoint's second run leaves")
+        pytest.skip("needs parameter hooks that a checkpoint's rerun keeps")

@@ -125,7 +125,7 @@ CASES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run(workers: Workers, kind: str, name: str, with_callback: bool, tmp_path: Path) -> None:
     if with_callback and name != "first":
-        pytest.skip("one case shows it")
+        pytest.skip("one case is enough")
     case = CASES[name]
     seen = workers.run(case.world_size, run, kind, case, str(tmp_path), with_callback, deadline=180)
     assert_exact(case, [each.result for each in seen])

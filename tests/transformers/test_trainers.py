@@ -274,7 +274,7 @@ def test_rank_0_may_be_the_last_of_them(workers: Workers, name: str) -> None:
 
 def check_trainer(workers: Workers, name: str, lengths: tuple[int, ...]) -> None:
     if KINDS[name][1] is None:
-        pytest.skip("no sentence-transformers here")
+        pytest.skip("sentence-transformers is not installed")
     # Of means, one process divides by the number of micro-batches, and not by what they count.
     accumulates = lengths[0] < 5 and name != "translating"
     check(workers, name, lengths, {"gradient_accumulation_steps": 2} if accumulates else {}, 1e-7)  # as in float32
@@ -316,7 +316,7 @@ def test_what_may_be_done_to_a_model(workers: Workers, name: str) -> None:
 @pytest.mark.parametrize("version", others_long([1, 2], 2))
 def test_a_sharded_model_is_as_in_one_process(workers: Workers, version: int) -> None:
     if version == 2 and not FROM_5:
-        pytest.skip("transformers 4 has FSDP 2 on an accelerator only")
+        pytest.skip("transformers 4 supports FSDP 2 only on accelerators")
     config: dict[str, Any] = {"version": version, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
     config |= {"use_orig_params": True, "sync_module_states": False} if version == 1 else {}
     options = {"fsdp": True, "fsdp_config": config, "max_grad_norm": 0.0 if version == 1 else 0.5}

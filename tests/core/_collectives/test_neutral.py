@@ -20,7 +20,7 @@ from torch_join._collectives.neutral import ENTRIES, REDUCTIONS, mirror
 from torch_join._collectives.tap import Call
 
 # What is compiled calls the operators themselves.
-TOLD = needs("operators that tell what they reduce by")
+TOLD = needs("operators that expose their reduce operation")
 
 
 def _play_form(rank: int, joined: int, name: str) -> None:

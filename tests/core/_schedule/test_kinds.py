@@ -26,7 +26,7 @@ def test_parameters_are_those_of_one_process_with_the_same_schedule(
     workers: Workers, kind: str, weighting: str
 ) -> None:
     if weighting == "samples" and "FSDP2, norms" in kind:
-        pytest.skip("refused: collectives in backward of a sharded model, under this weighting")
+        pytest.skip("not supported: collectives in backward of a sharded model, with this weighting")
     for lengths in LENGTHS:
         program = Program(lengths, weighting=weighting, options=frozenset({"rebalance", *KINDS[kind]}))
         if loses_hooks(program) and (weighting == "samples" or sum(lengths) % len(lengths)):

@@ -29,7 +29,7 @@ from torch_join import Join
 WIDTH, ROWS = 6, 3  # rows of each rank, in a contrastive loss
 NORMS = ("linear", "norm", "relu", "block", "linear")
 PLACES = ("linear", "linear", "relu", "norm", "norm in another group", "checkpointed norm", "sum", "rows", "own")
-if not has("hooks that a checkpoint's second run leaves"):  # what such a norm does there is refused
+if not has("parameter hooks that a checkpoint's rerun keeps"):  # what such a norm does there is refused
     PLACES = tuple("norm" if place == "checkpointed norm" else place for place in PLACES)
 # What an option stands for.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -336,7 +336,7 @@ def assert_exact(program: Program, results: list[list[Tensor]], buffers: bool = 
 
 
 def loses_hooks(program: Program) -> bool:
-    return "checkpoint" in program.options and not has("hooks that a checkpoint's second run leaves")
+    return "checkpoint" in program.options and not has("parameter hooks that a checkpoint's rerun keeps")
 
 
 UNUSED = (("find_unused_parameters", True),)

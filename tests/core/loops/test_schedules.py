@@ -91,7 +91,7 @@ def test_a_learning_rate_that_is_set_in_another_way_is_named(workers: Workers, h
 @pytest.mark.parametrize("lengths", [(3, 7), (4, 0, 2)])
 def test_the_longest_ranks_schedule_is_exact(workers: Workers, how: str, kind: str, lengths: tuple[int, ...]) -> None:
     if how == "by hand" and kind == "plain":
-        pytest.skip("its count of steps is of the other loops")
+        pytest.skip("a schedule set by hand counts steps only in the other kinds of loops")
     if how == "epoch" and kind == "left" and 0 in lengths:
         pytest.skip("who left by break steps it before the loop's end, and the empty rank after it")
     training, total = Training(), EPOCHS * max(lengths)
