@@ -57,6 +57,7 @@ def barriers(page: Any) -> list[str]:
     for scheme in ("light", "dark"):
         feature = {"name": "prefers-color-scheme", "value": scheme}
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        page.execute_script("document.getAnimations().forEach(each => each.finish())")  # colours that change slowly
         for each in selenium.Axe().run(page)["violations"]:
             found += [f"{scheme}: {each['help']}: {node['html']}" for node in each["nodes"]]
     return found
