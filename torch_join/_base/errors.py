@@ -116,9 +116,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
 # Sent at the end of training, in place of the list of objects that ranks send at the start of a `with`.
 ENDS = ["(the end of training)"]
 DECIDE = (
-    "Decide after the loop, which all ranks reach: a rank that has finished does not see what the others decide in it."
-    " In Accelerate: set_trigger in the body, `if accelerator.check_trigger(): break` after the loop; in Fabric: `if"
-    " fabric.strategy.reduce_boolean_decision(stop, all=False): break` after it."
+    "Decide after the loop, which all ranks reach: a finished rank does not see decisions that the others make inside"
+    " the loop. In Accelerate, call set_trigger in the body and `if accelerator.check_trigger(): break` after the"
+    " loop; in Fabric, `if fabric.strategy.reduce_boolean_decision(stop, all=False): break` after the loop."
 )
 
 
@@ -132,6 +132,6 @@ def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None
     if ended and len(ended) < len(said):
         begins = name_ranks(name for name in names if name not in ended)
         raise JoinError(
-            f"{name_ranks(ended).capitalize()} ended training, but {begins} started another loop or `with`. Usually the"
-            f" loop's body decided to stop, and ranks that have run out of batches do not run it. {DECIDE}"
+            f"{name_ranks(ended).capitalize()} ended training, but {begins} started another loop or `with`. Usually"
+            f" the decision to stop was made in the loop's body, which finished ranks do not run. {DECIDE}"
         )

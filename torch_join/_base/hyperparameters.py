@@ -63,9 +63,9 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
             said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
             raise JoinError(
-                f"The ranks' optimizers differ: {values[0][0]} is {said}. A rank has decided by a value that the others"
-                " do not have, such as a metric or a counter of its own batches. Decide by the number of the step, by a"
-                " value that was reduced after the loop, or on one rank that broadcasts it."
+                f"The ranks' optimizers differ: {values[0][0]} is {said}. One rank changed the value based on"
+                " something local, such as its own metric or batch counter. Base the change on the step number, on a"
+                " value reduced after the loop, or on one rank's decision that it broadcasts."
             )
 
 
@@ -158,9 +158,10 @@ class Steps:
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
-            f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that differs"
-            " between ranks, usually len(loader) or a counter of steps. Use the largest len(loader) of all ranks. Give"
-            " Join the counter (an object with state_dict and load_state_dict), or compute it: epoch * longest + step."
+            f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that"
+            " differs between ranks, usually len(loader) or a step counter. Use the largest len(loader) of all ranks,"
+            " and pass the counter to Join (as an object with state_dict and load_state_dict) or compute it as epoch"
+            " * longest + step."
         )
 
 

@@ -58,9 +58,9 @@ def _warn_of_newer(framework: str, seen: str) -> None:
     newest = [int(part) for part in _NUMBERS.findall(seen)[-1].split(".")]
     if [int(part) for part in _NUMBERS.match(installed)[0].split(".")][: len(newest)] > newest:  # type: ignore[index]
         JoinWarning.warn(
-            f"{framework} {installed} is newer than the versions this package was tested with ({seen}). It has all"
-            " private names that this package needs, but nobody has compared results. Before a long run, compare a"
-            f" short one with a single process, or install {framework} {seen}."
+            f"{framework} {installed} is newer than the versions tested with this package ({seen}). All private names"
+            " that this package needs exist, but training results have not been verified. Before a long run, compare"
+            f" a short run with a single process, or install {framework} {seen}."
         )
 
 
@@ -86,8 +86,8 @@ def naming_missing(seen: str, *packages: str) -> Iterator[None]:
 def _gone(package: str, seen: str, what: str) -> UnsupportedError:
     framework = package.partition(".")[0]
     return UnsupportedError(
-        f"{framework} {_release_of(framework)} lacks {what}, which this package needs. It works with {framework}"
-        f" {seen}: install one of these versions, or a newer version of this package."
+        f"{framework} {_release_of(framework)} lacks {what}, which this package needs. Install {framework} {seen}, or"
+        " a newer version of this package."
     )
 
 

@@ -72,14 +72,16 @@ def split(structure: Any, path: str = "rows", count: int | None = None) -> Rows:
     values: dict[str, Any] = {}
     tree = _walk(structure, path, values)
     if not values:
-        raise JoinTypeError(f"{path} contains no tensor and no list, so it has no row for any sample.")
+        raise JoinTypeError(
+            f"{path} contains no tensors or lists, so it has no rows. Return tensors or lists with one row per sample."
+        )
     of = "its batch" if count is not None else next(iter(values))
     count = len(next(iter(values.values()))) if count is None else count
     for name, value in values.items():
         if len(value) != count:
             raise JoinValueError(
-                f"{name} has {len(value)} rows, but {of} {count}. Return one row per sample: a list has one object per"
-                " sample, and several outputs go into a tuple or a dictionary."
+                f"{name} has {len(value)} rows, but {of} has {count}. Return one row per sample: a tensor, or a list"
+                " with one object per sample. Put several outputs into a tuple or a dictionary."
             )
     return Rows(tree, values, count)
 
@@ -87,11 +89,9 @@ def split(structure: Any, path: str = "rows", count: int | None = None) -> Rows:
 def _walk(value: Any, path: str, values: dict[str, Any]) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0:
-            raise JoinTypeError(
-                f"{path} is a tensor without dimensions, so it has no row for each sample. Leave it out."
-            )
+            raise JoinTypeError(f"{path} is a 0-dimensional tensor, so it has no rows. Leave it out.")
         if why := flaw(value):
-            raise JoinTypeError(f"{path} {why}, so that its rows cannot be joined.")
+            raise JoinTypeError(f"{path} {why}, so its rows cannot be combined across ranks.")
         values[path] = value.detach()
         return Leaf(path, value.dtype, tuple(value.shape[1:]), value.device.type)
     if isinstance(value, list):
@@ -103,8 +103,8 @@ def _walk(value: Any, path: str, values: dict[str, Any]) -> Any:
         parts = [_walk(each, f"{path}[{index}]", values) for index, each in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     raise JoinTypeError(
-        f"{path} is a {type(value).__name__}, which has no rows, one for each sample. Use tensors or lists, and tuples"
-        " or dictionaries of these."
+        f"{path} is a {type(value).__name__}, which does not have one row per sample. Use tensors or lists, or tuples"
+        " or dictionaries of them."
     )
 
 
@@ -143,7 +143,7 @@ def check_alike(tree: Any, other: Any, names: Sequence[str]) -> None:
         if mine.get(path) != theirs.get(path):
             one, another = (str(found.get(path, f"no {path}")) for found in (mine, theirs))
             raise JoinValueError(
-                f"{names[0]} has {one}, and {names[1]} has {another}. Only their numbers of rows may differ. Pad rows"
-                " to the same shape, or return a list of them."
+                f"{names[0]} has {one}, and {names[1]} has {another}. Only the number of rows may differ. Pad the"
+                " rows to the same shape, or return them as a list."
             )
     raise JoinValueError(f"{names[0]} and {names[1]} are nested structures of different types.")

@@ -64,7 +64,7 @@ def dealt_again(samples: Sequence[int | None], dealer: str, remedy: str, which: 
     if len(known) < len(samples) or len({*known}) < 2:
         return None
     return (
-        f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each seems to be that"
-        f" rank's own shard. {dealer} shards each of them again, and each rank runs 1 of {len(known)} samples of its"
-        f" own. {remedy} to run all of them, or give all ranks the same dataset."
+        f"The ranks' datasets{which} have different lengths ({min(known)} to {max(known)}), so each dataset seems to"
+        f" be a rank's own shard. {dealer} shards each of them again, so each rank runs only 1 of every {len(known)}"
+        f" samples in its shard. {remedy} to run all samples, or give all ranks the same dataset."
     )

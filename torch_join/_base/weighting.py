@@ -47,7 +47,7 @@ def resolve_weighting(
     if is_given and not callable(weighting) and weighting not in get_args(_Name):
         raise JoinValueError(
             f"weighting={weighting!r} is unknown. Use one of {', '.join(map(repr, get_args(_Name)))}, or a function"
-            " that gets a batch and returns what it counts."
+            " that takes a batch and returns its weight."
         )
     if divide_by_initial_world_size is None:
         return weighting if is_given else "world"  # type: ignore[return-value]
@@ -153,8 +153,8 @@ def check_sees_batches(weighting: Weighting) -> None:
     """
     if callable(weighting):
         raise UnsupportedError(
-            f"{name_of(weighting)} needs to see the batches, but a plain `for` and torch's own Join do not show them."
-            " Use torch_join.Join, and `for batch in join.batches(loader)`."
+            f"{name_of(weighting)} needs to see the batches, which Join cannot see in a plain `for` or under torch's"
+            " own Join. Use torch_join.Join, and loop with `for batch in join.batches(loader)`."
         )
 
 

@@ -66,7 +66,7 @@ class Backwards:
             return
         self.before_differentiable(group)
         if in_tail and not self.in_pieces and any(each.in_pieces for each in self._tail_log.participants):
-            raise late(f"A collective of ranks {group}, of which others may not know,")
+            raise late(f"A collective of only ranks {group}")
 
     def before_differentiable(self, group: list[int]) -> None:
         """Record a collective in an autograd function's forward; called while `in_pieces` is false.
@@ -93,10 +93,10 @@ class Backwards:
         owned = [] if self.replicas else [name for each in self._tail_log.participants for name in each.owned]
         if owned:
             raise UnsupportedError(
-                f"{operation} of a model while {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'} joined."
-                f" DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all), which may"
-                ' belong to one rank, as an expert does. If so, use Join(..., placeholder="last"): see docs/spread.md.'
-                " If they are the same on all ranks, use Join(..., hand_over_ignored=True)."
+                f"The model called {operation} after {name_ranks(joined)} {'have' if len(joined) > 1 else 'has'}"
+                f" finished. DistributedDataParallel does not average {owned[0]} ({len(owned)} parameters in all),"
+                ' which may be local to one rank, like an expert. If so, use Join(..., placeholder="last") (see'
+                " docs/spread.md); if all ranks hold the same values, use Join(..., hand_over_ignored=True)."
             )
 
     def before_gather(self, operation: str, group: Sequence[int], joined: Sequence[int]) -> None:
@@ -110,21 +110,22 @@ class Backwards:
         Raises:
             UnsupportedError: The group lacks some ranks. Its members compute one batch together, and are all needed.
         """
-        zeros = f"{operation} with gradients, in a forward, while {name_ranks(joined)} of its group"
+        zeros = f"{operation} was called with gradients, in a forward, when {name_ranks(joined)} of its group"
         if {*self._members.global_ranks} - {*group}:
             raise UnsupportedError(
-                f"{zeros} {'have' if len(joined) > 1 else 'has'} joined, and other ranks of it have not: those would go"
-                " on with zeros in place of keys, values or other activations. Ranks that compute a batch together must"
-                " run out at the same step: give all of them the same batches, and a mesh with named dimensions."
+                f"{zeros} {'have' if len(joined) > 1 else 'has'} finished and others have not, so the others would"
+                " receive zeros instead of keys, values or other activations. Ranks that compute a batch together"
+                " must finish at the same step: give all of them the same batches, and use a mesh with named"
+                " dimensions."
             )
         if "gather" in self._warned:
             return
         self._warned.add("gather")
         JoinDriftWarning.warn(
-            f"{zeros} {'have' if len(joined) > 1 else 'has'} joined: their rows are zeros, and a loss over the rows of"
-            " all ranks (a contrastive one) counts them as samples. Use join.all_gather(x, sync_grads=True), or"
-            " self.all_gather in Lightning: they return only the rows of join.active_ranks, so this rank's rows may"
-            " move. If your code already drops the zeros, nothing is wrong."
+            f"{zeros} {'have' if len(joined) > 1 else 'has'} finished, so their rows are zeros, and a loss over the"
+            " rows of all ranks (such as a contrastive loss) counts these zeros as samples. Use join.all_gather(x,"
+            " sync_grads=True), or self.all_gather in Lightning: they return only the rows of join.active_ranks, so"
+            " this rank's rows may be at another index. If your code already drops the zeros, ignore this warning."
         )
 
     def before_reduction(self, operation: str, reduce_op: str | None, tensors: Sequence[Tensor]) -> bool:
@@ -148,10 +149,10 @@ class Backwards:
         if reduce_op == "SUM" and "sum" not in self._warned:
             self._warned.add("sum")
             JoinWarning.warn(
-                f"{operation} of gradients of a backward under no_sync, with {self.weighting}: the backward has"
-                " multiplied each rank's by what it counts, so their sum over the number of all ranks"
-                f" ({self._members.world_size}) is the weighted mean. Divide by that, not by len(join.active_ranks), or"
-                " use ReduceOp.AVG."
+                f"{operation} sums gradients of a backward under no_sync, with {self.weighting}. The backward has"
+                " already multiplied each rank's gradients by its weight, so the weighted mean is their sum divided"
+                f" by the number of all ranks ({self._members.world_size}). Divide by that number, not by"
+                " len(join.active_ranks), or use ReduceOp.AVG."
             )
         return True
 
@@ -180,18 +181,18 @@ class Backwards:
         if any(model.will_accumulate for model in self._tail_log.models()):
             return self._members.loss_factor
         raise UnsupportedError(
-            "A collective in a backward that does not reach the model's parameters (torch.autograd.grad, detached"
-            f" outputs) under {self.weighting}: its gradients have not been weighted yet. Use weighting='world' with a"
-            " loss that weights samples itself, or a single backward."
+            "A backward that does not reach the model's parameters (torch.autograd.grad, detached outputs) called a"
+            f" collective under {self.weighting}, when its gradients have not been weighted yet. Use"
+            " weighting='world' with a loss that weights samples itself, or run a single backward."
         )
 
 
 def late(operation: str) -> UnsupportedError:
     """Return the error for a collective in a backward that was announced as a whole."""
     return UnsupportedError(
-        f"{operation} in backward, after a forward in which no autograd function had a collective of all ranks, while"
-        " some ranks have joined. Set backward_collectives=True (of Join or the strategy), or use a collective on"
-        " detached tensors in the forward pass."
+        f"{operation} was called in backward while some ranks have finished, but no autograd function called a"
+        " collective of all ranks in the forward, so finished ranks did not expect it. Set backward_collectives=True"
+        " (of Join or the strategy), or call the collective on detached tensors in the forward."
     )
 
 
@@ -219,9 +220,9 @@ def check_weighted(operation: str, args: dict[str, Any], is_adjoint: bool, weigh
         return True
     where = "" if is_adjoint else ", in a hook,"
     raise UnsupportedError(
-        f"{operation} in backward{where} under {weighting}: gradients are weighted when they reach the parameters, so"
-        " this call would combine unweighted ones. Only calls that sum or move gradients in an autograd function's"
-        " backward work. Use weighting='world' with a loss that weights samples itself."
+        f"{operation} was called in backward{where} under {weighting}. Gradients are weighted only when they reach"
+        " the parameters, so this call would combine unweighted gradients; only a sum or a move of gradients in an"
+        " autograd function's backward is supported. Use weighting='world' with a loss that weights samples itself."
     )
 
 

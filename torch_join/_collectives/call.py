@@ -33,17 +33,17 @@ class Refusal(NamedTuple):
 
 _POINT_TO_POINT = Refusal(
     "`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`, `send_object_list`, `recv_object_list`",
-    "only the ranks at both ends know of it",
+    "finished ranks cannot see it, since only the sender and the receiver take part",
     "a collective such as `broadcast` or `all_gather`, or communicate outside the loop",
 )
 _JOINED_ROOT = Refusal(
-    "`broadcast`, `scatter`, `broadcast_object_list` and `scatter_object_list` from a rank that has joined",
-    "the source has joined and has nothing new to send",
-    "a source that is active: `join.active_ranks[0]`",
+    "`broadcast`, `scatter`, `broadcast_object_list` and `scatter_object_list` from a rank that has finished",
+    "the source rank has finished and has nothing new to send",
+    "an active rank as the source: `join.active_ranks[0]`",
 )
 _UNEQUAL = Refusal(
     "`all_to_all` and `all_to_all_single` with unequal sizes",
-    "only each receiver knows how much it expects from a joined rank",
+    "only the receivers know the sizes that they expect from a finished rank",
     "equal sizes, padded where necessary",
 )
 _INTEGER_AVERAGE = Refusal(
@@ -53,13 +53,13 @@ _INTEGER_AVERAGE = Refusal(
 )
 _PREMUL_SUM = Refusal(
     "`ReduceOp.PREMUL_SUM`",
-    "its factor is not visible from outside",
-    "`ReduceOp.SUM` of the multiplied tensor",
+    "its factor cannot be read",
+    "`ReduceOp.SUM` of the tensor multiplied by the factor",
 )
 _FSDP = Refusal(
     "a collective of FSDP for a model that was not passed to `Join`, or outside its steps (`summon_full_params`, a"
     " state dict)",
-    "it needs the parameters' shards of ranks that have joined, and zeros in their place would be wrong",
+    "it needs the parameter shards of finished ranks, and zeros in their place would be wrong",
     "`Join([model, optimizer])` with the sharded model, or do it after the loop, on all ranks",
 )
 _DTENSOR = Refusal(
@@ -74,13 +74,14 @@ _ZERO = Refusal(
 )
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
-    "it divides the sum of all ranks' parameters by the world size, and a rank that has joined does not train its own",
+    "it divides the sum of all ranks' parameters by the world size, but a finished rank no longer trains its"
+    " parameters",
     "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
 )
 _CHECKPOINT = Refusal(
     "`torch.distributed.checkpoint.save`, `async_save` and `load`, `consolidate_state_dict`",
-    "it needs a part from each rank, and joined ranks do not run it",
-    "it after the loop, on all ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone",
+    "it needs a part from each rank, and finished ranks do not run it",
+    "it after the loop, on all ranks, or `torch.save` in the loop, only on `join.active_ranks[0]`",
 )
 # By `Origin.owner`.
 _OWNERS = {"fsdp": _FSDP, "dtensor": _DTENSOR, "zero": _ZERO, "averaging": _MODEL_AVERAGING, "checkpoint": _CHECKPOINT}

@@ -91,7 +91,7 @@ def begin(call: Call) -> dist.Work | None:
     """
     entry = ENTRIES.get(call.operation)
     if entry is None:
-        raise JoinError(f"An active rank announced {call.operation!r}, which joined ranks cannot take part in.")
+        raise JoinError(f"An active rank announced {call.operation!r}, which finished ranks cannot take part in.")
     group = _compat_c10d.group_named(call.group)
     return None if group is None else entry.issue(call, group)
 

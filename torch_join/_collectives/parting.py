@@ -72,10 +72,10 @@ class Parting:
         others = name_ranks(self._members.named(goes_on))
         inner = " A forward of a DDP model with buffers needs all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
-            f"Rank {self._members.name} called {operation} after its last batch, but {others} went on without it, so it"
-            " would wait forever. A loop with iter() and next() ends only at one more next(): use `for`, or call"
-            " next(iterator, None) first. If the call belongs to the step, make it in the same steps on all"
-            f" ranks.{inner if operation.startswith('DDP') else ''}"
+            f"Rank {self._members.name} called {operation} after its last batch, but {others} continued without that"
+            " call, so this rank would wait forever. If you loop with iter() and next(), call next(iterator, None)"
+            " once more before the call, or use `for`. If the call belongs to the step, make it in the same steps on"
+            f" all ranks.{inner if operation.startswith('DDP') else ''}"
         )
 
     def before_backward(self, syncs: bool) -> None:
@@ -93,9 +93,9 @@ class Parting:
         ways = ("reduces gradients", "only accumulates them")
         mine, theirs = ways if syncs else ways[::-1]
         raise JoinError(
-            f"Rank {rank}'s last backward in this loop {mine}, and that of rank {other} in the same step {theirs}, so"
-            " they would never meet. Usually the cause is a rank that syncs on its own last batch (`if i + 1 =="
-            " len(loader)`). Sync at steps that are the same on all ranks: `(step + 1) % k == 0`."
+            f"Rank {rank}'s last backward in this loop {mine}, but rank {other}'s backward in the same step {theirs},"
+            " so both would wait forever. Usually each rank syncs at its own last batch (`if i + 1 == len(loader)`)."
+            " Sync in the same steps on all ranks: `(step + 1) % k == 0`."
         )
 
     def _unlike(self, says: bool, waits: bool = True) -> list[int]:

@@ -63,8 +63,9 @@ class Subgroups:
         if set(self._members) <= set(ranks):
             return False
         raise UnsupportedError(
-            f"{call.operation} on a process group of ranks {ranks}, but Join covers ranks {self._members}. The group"
-            " must contain only these ranks, and must be created before the first rank joins."
+            f"{call.operation} was called on a process group of ranks {ranks}, but Join covers only ranks"
+            f" {self._members}. Use a group that contains only ranks of the Join, and create it before the first rank"
+            " finishes."
         )
 
     def announce(self, call: Call, active: tuple[int, ...]) -> None:

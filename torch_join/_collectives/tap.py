@@ -89,8 +89,8 @@ class CollectiveTap:
             return
         if CollectiveTap._installed is not None:
             raise JoinError(
-                "Another join context already follows the collectives of this process. Leave that context before"
-                " another one serves a tail."
+                "Another join context is already intercepting the collectives of this process. Exit that context"
+                " before another one has finished ranks."
             )
         self._thread = threading.get_ident()
         self._others = _compat_c10d.threads()  # all ranks have started the work of these threads
@@ -128,8 +128,9 @@ class CollectiveTap:
         of_all = len(_ranks(args)) == dist.get_world_size()  # only the observed thread can find out who has joined
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
-                "torch.distributed.checkpoint.async_save needs all ranks, but some have joined and do not call it. Call"
-                " it after the loop on all ranks, or `torch.save` in the loop, on `join.active_ranks[0]` alone."
+                "torch.distributed.checkpoint.async_save needs all ranks, but some have finished and do not call it."
+                " Call it after the loop on all ranks, or call `torch.save` in the loop, only on"
+                " `join.active_ranks[0]`."
             )
 
     def _tell(
@@ -155,9 +156,10 @@ class CollectiveTap:
         if _compat_c10d.is_coalescing(group := dist.ProcessGroup.unbox(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{operation} in backward under {self._backwards.weighting}, in a coalescing manager: the manager"
-                " launches it at its end, and its result must be divided by this rank's weight after that. Use it"
-                " without the manager, or weighting='world' with a loss that weights samples itself."
+                f"{operation} was called in backward under {self._backwards.weighting}, inside a coalescing manager."
+                " The manager launches the collective only when it exits, so its result cannot be divided by this"
+                " rank's weight in time. Call it without the manager, or use weighting='world' with a loss that"
+                " weights samples itself."
             )
         return self._backwards.factor
 
@@ -168,9 +170,9 @@ class CollectiveTap:
             self._joined(-1)  # this first finishes a loop that was left, which may remove the tap
         if self.installed:
             raise UnsupportedError(
-                "A CUDA graph is captured or replayed (torch.cuda.graph; torch.compile with mode='reduce-overhead' or"
-                " 'max-autotune') while some ranks have joined, or under a weighting that counts: Join cannot see its"
-                " collectives or weight its gradients. Run without graphs."
+                "A CUDA graph was captured or replayed (torch.cuda.graph; torch.compile with mode='reduce-overhead'"
+                " or 'max-autotune') while some ranks have finished, or under a weighting that counts. Join cannot"
+                " see the graph's collectives or weight its gradients. Run without graphs."
             )
 
     def _is_ours(self) -> bool:
@@ -183,15 +185,15 @@ class CollectiveTap:
         operation = _compat_c10d.OPERATORS.get(operator)
         if operation is None:
             raise UnsupportedError(
-                f"c10d::{operator} is newer than this version of torch_join, which does not know what a joined rank"
+                f"This version of torch_join does not support c10d::{operator}: it does not know what a finished rank"
                 " must contribute. Update torch_join, or use another collective."
             )
         group = dist.ProcessGroup.unbox(args["process_group"])
         ranks = _compat_c10d.group_ranks(group)
         if not ranks:
             raise UnsupportedError(
-                f"{operation} on a process group that is unknown to torch.distributed, so joined ranks cannot find it."
-                " Use a group from torch.distributed.new_group."
+                f"{operation} was called on a process group that is not registered with torch.distributed, so"
+                " finished ranks cannot find it. Use a group from torch.distributed.new_group."
             )
         if self._before is not None:
             with self.ignoring():
@@ -214,8 +216,8 @@ class CollectiveTap:
             if name == "batch_isend_irecv":
                 _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{name} on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have joined (they"
-                f" have no more inputs): {refused.why}. Use {refused.instead}."
+                f"{name} was called on a process group in which {f'ranks {joined}' if joined else 'some ranks'} have"
+                f" finished (no inputs left): {refused.why}. Use {refused.instead}."
             )
         tensors = tensors_in(args, "input", "tensor")
         gathers = bool(joined) and operation.startswith(GATHERS) and not _compat_c10d.in_backward()

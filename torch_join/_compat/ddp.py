@@ -40,7 +40,7 @@ def unsupported_ddp_feature(ddp: DistributedDataParallel) -> str | None:
     if ddp._delay_all_reduce_params:
         return "delay_all_reduce_named_params"
     if ddp.mixed_precision is not None:
-        return "mixed_precision (DDP's own; autocast is fine)"
+        return "DDP's mixed_precision argument (autocast is fine)"
     return None
 
 
@@ -123,7 +123,7 @@ def check_not_captured(parameter: Tensor) -> None:
     """
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "A CUDA graph captures a forward of a model that was passed to Join: its replays would skip the hooks that"
+            "A CUDA graph captured a forward of a model that was passed to Join. Replays would skip the hooks that"
             " weight gradients and announce steps. Capture parts of the model without its DistributedDataParallel,"
             " outside the loop, or run without graphs."
         )

@@ -88,13 +88,13 @@ def check_engine(engine: Any) -> None:
     for what, is_used in refused.items():
         if is_used:
             raise UnsupportedError(
-                f"DeepSpeed with {what} cannot train on uneven inputs: a rank without batches could not follow the"
+                f"DeepSpeed with {what} cannot train on uneven inputs, because a finished rank cannot follow the"
                 " others. Turn it off, or train without Join and give every rank the same number of batches."
             )
     if version("deepspeed").split(".")[:2] != _FAMILY:
         JoinWarning.warn(
-            f"DeepSpeed {version('deepspeed')} has what Join needs of it, but it has not been tried, as {SEEN}.* has"
-            " been. Compare a short training with one on even inputs first."
+            f"DeepSpeed {version('deepspeed')} has everything that Join needs, but was not tested; {SEEN}.* was."
+            " First compare a short run with one on even inputs."
         )
 
 

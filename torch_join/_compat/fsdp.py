@@ -66,7 +66,7 @@ def check_runs(group: Any, name: str) -> None:
     if group.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise UnsupportedError(
             f"{name or 'The model'} is sharded by fully_shard on the CPU, which torch {torch.__version__} does not"
-            " support (it waits for events that the CPU does not have). Use a newer torch, an accelerator, or"
+            " support (it waits for events, which CPUs lack). Use a newer torch, an accelerator, or"
             " FullyShardedDataParallel."
         )
 

@@ -80,8 +80,8 @@ def own_states(metric: Any) -> dict[str, State]:
         tensors = [value] if isinstance(value, Tensor) else list(value)
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise UnsupportedError(
-                f"{type(metric).__name__} keeps an object that is not a tensor in its state {name!r}, and this cannot"
-                " be synced on uneven inputs. Compute the metric on each rank (sync_on_compute=False)."
+                f"{type(metric).__name__} has a state {name!r} that is not a tensor, which cannot be synced on uneven"
+                " inputs. Compute the metric on each rank (sync_on_compute=False)."
             )
         if len(tensors) > 1 and _concatenates(reduction):
             tensors = [reduction(tensors)]

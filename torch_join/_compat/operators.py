@@ -137,8 +137,9 @@ def unbox_reduce_op(boxed: Any) -> str:
     if in_backward() and not frames:  # DDP's reducer, which autograd calls without any Python
         return "SUM"
     raise UnsupportedError(
-        f"A reduction bypassed torch.distributed's functions, and torch {torch.__version__} does not show which"
-        " operation it uses. Call torch.distributed.all_reduce or the like, or use torch 2.10 or newer."
+        f"A reduction was called without torch.distributed's functions, so torch {torch.__version__} does not expose"
+        " its reduce operation. Call torch.distributed.all_reduce (or a similar function), or use torch 2.10 or"
+        " newer."
     )
 
 

@@ -104,7 +104,7 @@ class Channel:
         """
         self.before_meeting()
         if not 0 <= count < math.inf:
-            raise JoinValueError(f"A barrier adds up a finite number of each rank, 0 or more, not {count}.")
+            raise JoinValueError(f"A barrier takes a finite number of at least 0 from each rank, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
         self._them = _bits(ranks or ()) if some else 0
         # Count barriers of some ranks from the last barrier of all ranks, since other ranks take no part in them.
@@ -353,13 +353,13 @@ class Channel:
             rank, reason = _codec.decode(data, tuple[int, str])
         except _codec.Malformed as problem:
             error = _codec.foreign("a failure", problem)
-            return PeerFailedError(f"Rank {me} cannot go on, since a rank may have failed. {error}")
+            return PeerFailedError(f"Rank {me} cannot continue, because another rank may have failed. {error}")
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
         if rank == self.rank:
             if self._told is not None:
                 return None
-            return PeerFailedError(f"The others go on, or end, without rank {me}: {reason}")
+            return PeerFailedError(f"The other ranks continued or exited without rank {me}: {reason}")
         return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
@@ -494,7 +494,8 @@ class Channel:
             if self._told is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
                 raise JoinError(
-                    f"Rank {me} cannot wait for the others after it has reported its failure to them: {self._told}"
+                    f"Rank {me} cannot wait for the other ranks, because it has already reported its failure to them:"
+                    f" {self._told}"
                 )
             check = check or self._check(self._known_failure)
             check()
@@ -512,7 +513,7 @@ class Channel:
         if why is not None:
             return why
         busy = [rank for rank, (waits, _) in answers.items() if not waits]
-        who = f"{self._peers.name(busy)} at work elsewhere" if busy else "all wait"
+        who = f"{self._peers.name(busy)} did not reach it" if busy else "all wait"
         return waited_in_vain(waited, who)
 
 

@@ -33,9 +33,9 @@ class Malformed(ValueError):  # noqa: N818  the reader turns it into an error
 def foreign(what: str, why: object) -> JoinError:
     """Return the error for received data that no rank can have sent."""
     return JoinError(
-        f"This rank read a message ({what}) that none of its ranks sent: {why}. Either they run different versions of"
-        " torch_join, or some ranks were in another collective of the process group when the first `with` (or fit)"
-        " connected them."
+        f"This rank read a malformed message ({what}): {why}. Either the ranks run different versions of torch_join,"
+        " or some of them were in another collective of the process group when the first `with` (or fit) connected"
+        " the ranks."
     )
 
 
@@ -55,7 +55,7 @@ def closed(tag: str) -> Callable[[C], C]:
         package = kind.__module__.partition(".")[0]
         known_as = tag if package == __package__.partition(".")[0] else f"{package}.{tag}"
         if known_as in _REVIVERS:
-            raise JoinError(f"Two kinds of values are called {known_as!r} in messages.")
+            raise JoinError(f"Two types are registered for messages under the name {known_as!r}.")
         _WRITERS[kind] = known_as, lambda value: _plain_items([getattr(value, name) for name in checks])
 
         def revive(content: Any) -> Any:
@@ -144,8 +144,8 @@ def _plain(value: Any) -> Any:
         # A hyperparameter, such as a learning rate.
         return {"scalar": [str(value.dtype).removeprefix("torch."), _plain(value.item())]}
     raise JoinTypeError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: only numbers,"
-        " strings, lists, tuples, dictionaries, dtypes, devices, and this package's own descriptions are understood."
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks. Use only numbers, strings, lists,"
+        " tuples, dictionaries, dtypes, devices, and types of this package."
     )
 
 

@@ -34,16 +34,16 @@ _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
 _MOST_PORTS = 512
-DEADLOCK = "These ranks wait for each other for ever: "
+DEADLOCK = "Deadlock: these ranks wait for each other: "
 LEFT_AT = "left/"  # the name under which a rank posts its last place
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # the address and port of this end, and of the other end
 _MEETINGS = {
-    "barrier": "a step's meeting, where ranks say whether they have a batch,",
+    "barrier": "a step's meeting, where ranks report whether they have a batch,",
     "gather": "a meeting of all ranks (the start or end of a loop or of the `with`, or a call that needs all ranks)",
     "some": "a meeting of the ranks that have batches left",
     "record": "the tail of a loop, in which it has finished and follows the others,",
-    "ask": "a request to the others: whether they also call this, in its last step, or stop",
+    "ask": "a request to the other ranks, in its last step: whether they make the same call or stop",
 }
 
 
@@ -142,18 +142,18 @@ _BACKWARD = (
     " caught"
 )
 _COLLECTIVE = (
-    "a collective that only some ranks call: at a rank's own last batch, on rank 0 alone, by a rank's own counter (move"
-    " it after the loop, or to steps that are the same on all ranks)"
+    "a collective that only some ranks call, such as at a rank's own last batch, only on rank 0, or based on a rank's"
+    " own counter (move it after the loop, or to the same steps on all ranks)"
 )
 _ORDER = (
-    "ranks that call collectives in another order, or not all of them: a rank that stops alone (a time limit, a signal,"
-    " a callback), where all must agree first"
+    "ranks that skip collectives or call them in different orders, such as a rank that stops alone because of a time"
+    " limit, a signal or a callback (have all ranks agree first)"
 )
 _MEETINGS_APART = (
-    "a `return`, or a `break` out of the epochs, at a step that each rank counts itself (count epochs, or give Join the"
-    " counter); a prefetcher around the loop (put it inside: join.batches(prefetcher(loader))); a plain `for`, which"
-    " ranks leave at different steps, before a call that needs all ranks, such as a metric's compute() (use `for batch"
-    " in join.batches(loader)`, or make the call after the `with`)"
+    "a `return`, or a `break` out of the epochs, at a step that each rank counts itself (count epochs, or pass the"
+    " counter to Join); a prefetcher around the loop (put it inside: join.batches(prefetcher(loader))); a plain"
+    " `for`, which ranks leave at different steps, followed by a call that needs all ranks, such as a metric's"
+    " compute() (use `for batch in join.batches(loader)`, or make the call after the `with`)"
 )
 
 
@@ -231,7 +231,7 @@ class Watch:
                 pause = self._look()
             except Exception:  # for example from a group that another thread destroys
                 pause = LOOKS_EVERY
-                _LOG.debug("Looking for a deadlock failed.", exc_info=True)
+                _LOG.debug("The deadlock check failed.", exc_info=True)
 
     # ------------------------------------------------------------ a rank's answer
 
@@ -256,7 +256,7 @@ class Watch:
                 if name == "record":  # the leader writes the record; without a status the leader is unknown
                     them = 1 << (self._node.rank if status is None else status.leader)
                 awaits = number, name, which, them
-                what = _MEETINGS.get(name, "a wait for what another rank has to say")
+                what = _MEETINGS.get(name, "a wait for another rank's message")
                 place = place._replace(kind="meeting", what=what, computed=0)
         issued = self._issued if self._state[-1:] == (numbers,) else _compat.Issued({}, None)
         has_failed = self._stream.failure is not None
@@ -340,7 +340,7 @@ class Watch:
             self._tells_at = now + _TELLS_EVERY
             said = _say(places, {rank: waits_for(rank, places, names) for rank in places}, names)
             seconds = f"{now - self._asks_from:.0f} s"
-            _LOG.warning("Some ranks have waited for others for %s, which need not be wrong: %s.", seconds, said)
+            _LOG.warning("Some ranks have waited for others for %s (not necessarily an error): %s.", seconds, said)
 
     def _end_wait(self, told: str, places: Mapping[int, Where]) -> None:
         """Shut down the connections between this process and other ranks' processes, which the collective uses."""

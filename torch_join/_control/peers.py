@@ -10,11 +10,11 @@ from torch_join._control.processes import Process
 _SUSPECT_SECONDS = 0.9
 MOST_TEXT = 20_000  # characters of a reported failure
 GONE = (
-    "its process is gone: killed, or ended without an error message. Its log, or the system's (out of memory?), says"
-    " why."
+    "its process is gone: it was killed, or exited without an error message. Check its log, and the system log for an"
+    " OOM kill."
 )
 BROKEN = "the link between ranks"
-LEFT = "it has destroyed the process group, or ended, before the others."
+LEFT = "it destroyed the process group or exited before the others."
 
 
 class Peers:
@@ -45,9 +45,9 @@ class Peers:
         if rank < len(self.global_ranks):
             other = self.global_ranks[rank]
         where = f" (on {self.hosts[rank]})" if rank in self.hosts else ""
-        text = f"Rank {other}{where} failed, so rank {me} cannot go on. Rank {other}: {reason}"
+        text = f"Rank {other}{where} failed, so rank {me} cannot continue. Rank {other}: {reason}"
         if reason.startswith(BROKEN):
-            text = f"Rank {me} cannot go on: {reason}"
+            text = f"Rank {me} cannot continue: {reason}"
         note_victim(text)
         return PeerFailedError(text, other, reason)
 
@@ -55,7 +55,7 @@ class Peers:
         """Return a text with the possible reasons why ranks do not answer."""
         hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
         gone = f", or the host ({', '.join(hosts)}) or the network to it is gone" if hosts else ""
-        return f"killed, or stopped{gone}. Its own log says why."
+        return f"killed, or stopped{gone}. Read its log."
 
     def name(self, ranks: Iterable[int]) -> str:
         """Return the ranks' global numbers in words."""
@@ -83,12 +83,12 @@ class Peers:
         """Return one of the failed ranks, and why it failed; some ranks may have left because another failed first."""
         rank, why = min(found.items())
         if others := found.keys() - {rank}:
-            why += f" So did {self.name(others)}, and any of them may have been the first."
+            why += f" The same goes for {self.name(others)}, and any of them may have failed first."
         return rank, why
 
     def _in_the_way(self, suspects: Mapping[int, str]) -> dict[int, str]:
         now = time.monotonic()
         stopped = [rank for rank, process in self.processes.items() if process.is_stopped]
-        suspects = {**suspects, **dict.fromkeys(stopped, "its process is stopped: by a signal.")}
+        suspects = {**suspects, **dict.fromkeys(stopped, "its process was stopped by a signal.")}
         self._suspects = {rank: self._suspects.get(rank, now) for rank in suspects}
         return {rank: why for rank, why in suspects.items() if now - self._suspects[rank] > _SUSPECT_SECONDS}

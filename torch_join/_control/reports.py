@@ -65,7 +65,7 @@ def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
     """
     return JoinTimeoutError(
         f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
-        " `timeout`; a `break` at different steps (may_break=True); a batch that one rank skips with `continue`"
-        " (join.batches(good(loader))); a joint operation at steps that each rank counts (give Join the counter)."
-        " py-spy dump shows where the ranks are."
+        " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
+        " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself (pass"
+        " the counter to Join). Run `py-spy dump` to see where the ranks are."
     )

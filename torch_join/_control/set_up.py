@@ -81,7 +81,7 @@ class SetUp:
                 said = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
                 return [_codec.decode(each, of) for each in said]
             except _codec.Malformed as problem:
-                raise _codec.foreign("what ranks say at the begin", problem) from None
+                raise _codec.foreign("the ranks' first message", problem) from None
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         timeout = timedelta(seconds=max(1.0, self._until - time.monotonic()))
@@ -130,7 +130,7 @@ class SetUp:
                 self.look()
                 time.sleep(0.02)
             me = self.peers.global_ranks[self.rank]
-            text = f"Rank {me} cannot be connected: its process group does not work. {type(error).__name__}: {error}"
+            text = f"Rank {me} cannot connect, because its process group does not work. {type(error).__name__}: {error}"
             raise PeerFailedError(text) from error
 
     def _late(self, ranks: Sequence[int] = ()) -> JoinTimeoutError:
@@ -139,11 +139,14 @@ class SetUp:
         if not ranks and len(others) > 1:
             who = f"one or more of {who}"
         waited = f"Rank {me} waited {time.monotonic() - self._begun:.0f} s for {who}"
-        gone = "killed or stopped, or its host or the network to it is gone"
+        gone = "killed, stopped, or cut off from the network"
         if self._come_until < math.inf:
             problem = f" {self.problem}" if self.problem else ""
-            return JoinTimeoutError(f"{waited} while the ranks were connected: {gone}.{problem}")
+            return JoinTimeoutError(
+                f"{waited} while the ranks connected to each other. A missing rank may have been {gone}.{problem}"
+            )
         return JoinTimeoutError(
-            f"{waited} to start its `with` (or fit) too, where the ranks connect. Busy elsewhere: {gone}. Start it on"
-            " all ranks, in the same order; if they arrive at very different times, raise `timeout`."
+            f"{waited} to start its `with` (or fit), where the ranks connect. A missing rank may be busy elsewhere,"
+            f" {gone}. Start it on all ranks, in the same order; if ranks arrive at very different times, increase"
+            " `timeout`."
         )

@@ -68,7 +68,7 @@ def accept(
             while len(found) < len(children):
                 if time.monotonic() > deadline:
                     missing = sorted(children[rank] for rank in children.keys() - found.keys())
-                    raise TimeoutError(f"ranks {missing} have not connected in time")
+                    raise TimeoutError(f"ranks {missing} did not connect in time")
                 look()
                 for key, _ in selector.select(_LOOKS_EVERY):
                     if key.fileobj is listener:
@@ -135,7 +135,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
                 connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, theirs)))
                 if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
                     return connection
-                problems.append(f"{address}: somebody else is there")
+                problems.append(f"{address}: another program answered")
             except JoinError:  # from `look`; some are also an OSError
                 connection.close()
                 raise
@@ -143,7 +143,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
                 problems.append(f"{address}: {error}")
             connection.close()
         time.sleep(_LOOKS_EVERY)
-    raise TimeoutError(f"its parent in the tree cannot be reached, at {'; '.join([*dict.fromkeys(problems)][:8])}")
+    raise TimeoutError(f"it cannot reach its parent in the tree, at {'; '.join([*dict.fromkeys(problems)][:8])}")
 
 
 def _reached(

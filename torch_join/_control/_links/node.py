@@ -270,7 +270,7 @@ class Node:
             process = self.processes.get(peer)
             gone = self._is_gone(peer) if process is None else not process.is_there
             if gone is None:
-                text = "its process or its host is gone, or the network between them is. Its log says more."
+                text = "its process, its host or the network to it is gone. Read its log."
             elif gone:
                 text = GONE
             elif seconds < _BROKEN_SECONDS:
@@ -279,7 +279,7 @@ class Node:
                 self.stays_until = time.monotonic() + _NOTICES_WITHIN
                 names = sorted((self.global_ranks[self.rank], self.global_ranks[peer]))
                 # Forked children, such as a DataLoader's workers, keep a process's connections open for some seconds.
-                maybe = f"by the network, or rank {self.global_ranks[peer]}'s process is gone. Its log says more."
+                maybe = f"either the network failed, or rank {self.global_ranks[peer]}'s process is gone. Read its log."
                 text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
                 self._lost[peer] = text

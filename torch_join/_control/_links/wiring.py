@@ -98,9 +98,10 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         set_up.problem = problem
         if problems := [text for text in set_up.exchange(problem, of=str) if text]:
             raise UnsupportedError(
-                f"The ranks cannot be connected to each other: {'; '.join(problems[:3])}. Allow TCP connections between"
-                " any two hosts, to ports that the system chooses (net.ipv4.ip_local_port_range); gloo needs them too."
-                f" If hosts have several networks, name the interface of one on each in {_INTERFACE} (see `ip addr`)."
+                f"The ranks cannot connect to each other: {'; '.join(problems[:3])}. Allow TCP connections between"
+                " any two hosts, on ports that the system chooses (net.ipv4.ip_local_port_range); gloo needs these"
+                f" connections too. If hosts have several networks, set {_INTERFACE} on each host to the name of an"
+                " interface (see `ip addr`)."
             )
         assert tree is not None
         return tree
@@ -144,7 +145,7 @@ def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         addresses = _addresses_of(name)
         if not addresses:
-            raise OSError(errno.ENODEV, f"No such device, or it has no address: {name} ({_INTERFACE})")
+            raise OSError(errno.ENODEV, f"{name} ({_INTERFACE}) does not exist or has no address")
         return _listen_at(addresses[0])
     # Like gloo, listen at the first address of the host's name that belongs to this host.
     with suppress(OSError):
