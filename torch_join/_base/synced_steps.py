@@ -44,7 +44,7 @@ def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
         if without and others:
             skipped, synced = (name_ranks(names[rank] for rank in ranks) for ranks in (without, others))
             return (
-                f" In step {step} of the loop, {synced} synced gradients and {skipped.capitalize()} did not. Since"
+                f" {skipped.capitalize()} did not sync gradients in step {step} of the loop, but {synced} did. Since"
                 " then, gradients of different steps have been averaged together, so do not use the parameters."
             )
     return ""

@@ -229,34 +229,34 @@ class Audit:
 
 
 _DIFFERED = (
-    "{when}, the ranks already differed in {what}: they trained differently before that. Objects passed to Join are"
-    " the same again after the tail. Usual causes: a value in the loop that differs between ranks (len(loader), the"
-    " rank's loss, a counter), a parameter changed outside DDP, or two backwards after one forward."
+    "{when}, the ranks already differed in {what}, so they had trained differently before that. Objects passed to"
+    " Join are identical again after the tail. Usual causes: a value in the loop that differs between ranks"
+    " (len(loader), the rank's loss, a counter), a parameter changed outside DDP, or two backwards after one forward."
 )
 _LOSSY = (
-    "After the handover the ranks still differ in {what}: its load_state_dict does not restore what its state_dict"
-    " returned."
+    "After the handover, the ranks still differ in {what}. Fix the object's load_state_dict, which does not restore"
+    " what its state_dict returned."
 )
 _STALE = (
-    "After the tail of a loop the ranks differ in {what}, which was the same before: finished ranks did not run your"
-    " code. If it affects training, pass it to Join, or put it in an object with state_dict and load_state_dict:"
-    " Join([model, optimizer, it]). For buffers that neither DDP nor FSDP broadcasts: hand_over_buffers=True makes them"
-    " the same, False keeps each rank's own."
+    "After the tail of a loop, the ranks differ in {what}, which was identical before, because finished ranks did not"
+    " run your code. If it affects training, pass it to Join: Join([model, optimizer, it]); wrap it in an object with"
+    " state_dict and load_state_dict if needed. For buffers that neither DDP nor FSDP broadcasts, pass"
+    " hand_over_buffers=True to make them identical, or False to keep each rank's own."
 )
 _EMPTY = (
-    "After the tail of a loop the ranks differ in {what}: an optimizer steps a parameter with a gradient, even zero,"
-    " and skips one without. Use zero_grad(set_to_none=True)."
+    "After the tail of a loop, the ranks differ in {what}: an optimizer steps a parameter whose gradient is zero, but"
+    " skips one whose gradient is None. Use zero_grad(set_to_none=True)."
 )
 
 _ALONE = (
-    "An average was not updated in the tail of a loop, since not all ranks keep it: {what}. Its rank had finished"
-    " while others went on. Keep it on all ranks, update it in each step, and pass it to Join. (If it is no average, or"
-    " is not updated in each step, ignore this warning.)"
+    "An average was not updated in the tail of a loop, because only some ranks keep it and these had finished:"
+    " {what}. Keep it on all ranks, update it in each step, and pass it to Join. (Ignore this warning if it is not an"
+    " average, or not updated in each step.)"
 )
 _UNTOLD = (
-    "In the tail of a loop each rank keeps its own {what}: a step changed these buffers before its forward, in which"
-    " DDP makes them the same, so it is unknown whether they were the same before. hand_over_buffers=True makes them"
-    " the same on all ranks; False keeps each rank's own."
+    "In the tail of a loop, each rank kept its own {what}. Code changed these buffers before the step's forward, in"
+    " which DDP broadcasts them, so Join cannot tell whether they were identical before. Pass hand_over_buffers=True"
+    " to make them identical on all ranks, or False to keep each rank's own."
 )
 
 

@@ -196,10 +196,10 @@ class StepBuffers:
         if differ and self._channel.rank == 0:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
             JoinDriftWarning.warn(
-                f"After an epoch in which ranks ran out of batches they differ in {', '.join(differ[:5])}{more}, which"
-                " were the same before: nobody broadcasts these buffers, and finished ranks ran no forward."
-                " hand_over_buffers=True (of the strategy) makes them the same on all ranks; False keeps each rank's"
-                " own."
+                f"After an uneven epoch, the ranks differ in {', '.join(differ[:5])}{more}, which were identical"
+                " before. Finished ranks ran no forward, and neither DDP nor FSDP broadcasts these buffers. Pass"
+                " hand_over_buffers=True to the strategy to make them identical on all ranks, or False to keep each"
+                " rank's own."
             )
 
     def _alike(self) -> dict[str, int]:

@@ -88,16 +88,16 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
         what = "; ".join(dict.fromkeys(name for its in changed.values() for name in its))
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
         raise JoinError(
-            f"{ranks[0].upper()}{ranks[1:]} left the loop with `break` and then changed {what}, before the ranks met"
-            f" again and while {others} were in the loop: the change would be lost, or made twice. Make it before the"
-            " `break`, after another loop over join.batches, or after the `with`."
+            f"{ranks[0].upper()}{ranks[1:]} left the loop with `break` and then changed {what} while {others} were"
+            " still in the loop, so the change would be lost or applied twice. Make it before the `break`, after"
+            " another loop over join.batches, or after the `with`."
         )
     if inside and unknown and rank == 0:
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))
         JoinDriftWarning.warn(
-            f"Nobody can tell whether {ranks} changed something after the last batch that it took, which"
-            f" {others}, still in the loop, would make a second time or undo: its loop's iterator was held"
-            " in a variable. Loop with `for batch in join.batches(loader)`, or `del` the iterator after the loop."
+            f"Join cannot tell whether {ranks} changed any state after its last batch, because its loop's iterator"
+            f" was held in a variable. {others}, still in the loop, would repeat or undo such a change. Loop with"
+            " `for batch in join.batches(loader)`, or `del` the iterator after the loop."
         )
 
 

@@ -95,7 +95,7 @@ def hand_over(
         `.grad` is not handed over. Parameters must have the same form on all ranks; buffers need not.
     """
     if not 0 <= source < channel.world_size:
-        raise JoinValueError(f"The source must be a rank from 0 to {channel.world_size - 1}, not {source}.")
+        raise JoinValueError(f"The source rank must be between 0 and {channel.world_size - 1}, not {source}.")
     # Optimizer state that is created here must not consist of inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
@@ -159,11 +159,11 @@ def _agree(words: Sequence[_Word]) -> None:
     given = _by_rank([f"[{', '.join(word.given)}]" for word in words])
     if len(given) > 1:
         lists = "; ".join(f"{ranks} gave {text}" for text, ranks in given.items())
-        raise JoinValueError(f"The ranks passed different objects: {lists}. Pass the same on every rank.")
+        raise JoinValueError(f"The ranks passed different objects: {lists}. Pass the same objects on every rank.")
     sources = _by_rank([str(word.source) for word in words])
     if len(sources) > 1:
         lists = "; ".join(f"{ranks} said {text}" for text, ranks in sources.items())
-        raise JoinValueError(f"The ranks disagree on the source rank, whose state counts: {lists}.")
+        raise JoinValueError(f"The ranks passed different source ranks: {lists}. Pass the same one on every rank.")
 
 
 def _by_rank(texts: Sequence[str | None]) -> dict[str, str]:

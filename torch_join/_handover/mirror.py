@@ -73,8 +73,8 @@ class StepMirror:
         if local:
             raise UnsupportedError(
                 f"An optimizer was stepped with {len(local)} gradients that were not averaged (as with"
-                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank would make a step of its own, which a"
-                " finished rank cannot do. Step only after a backward that syncs."
+                " `toggle_model(sync_grad=False)` or `no_sync`). Each rank's step would differ, and a finished rank"
+                " cannot follow it. Step only after a backward that syncs."
             )
 
     def changes(self, with_parameters: bool) -> Changes:
@@ -96,8 +96,8 @@ class StepMirror:
                 found.cleared.append(place)
             elif gradient.is_sparse:
                 raise UnsupportedError(
-                    f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was changed by hand, which a"
-                    " finished rank cannot repeat. Leave it as backward made it, or use sparse=False."
+                    f"A sparse gradient (of a parameter of shape {tuple(parameter.shape)}) was modified by hand,"
+                    " which a finished rank cannot repeat. Do not modify it after backward, or use sparse=False."
                 )
             else:
                 asked.append((place, gradient.detach().any()))
@@ -109,10 +109,10 @@ class StepMirror:
                 found.zeroed.append(place)
             elif place in self._local:
                 raise JoinError(
-                    f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was changed by hand"
-                    " (clipping, scaling, noise) between backwards without a sync. There, each rank has its own"
-                    " gradients, so finished ranks cannot make the same change. Change gradients after a backward that"
-                    " syncs."
+                    f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was modified by"
+                    " hand (clipping, scaling, noise) between backwards without a sync. The gradients still differ"
+                    " between ranks then, so finished ranks cannot repeat the change. Modify gradients only after a"
+                    " backward that syncs."
                 )
             else:
                 found.gradients.append(place)

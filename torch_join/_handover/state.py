@@ -103,7 +103,10 @@ class Capture:
     def _key(self, key: Any, path: str) -> Any:
         if isinstance(key, Tensor):
             if id(key) not in self.places:
-                raise JoinTypeError(f"{path} has a tensor as a key, but each rank has a different tensor object.")
+                raise JoinTypeError(
+                    f"{path} has a tensor as a key, but tensors cannot be matched between ranks. Use a string or a"
+                    " number."
+                )
             return self.places[id(key)]
         return key
 
@@ -170,7 +173,9 @@ class Restore:
             JoinValueError: Its shape or type differs from that on the source.
         """
         if self.tensor(slot, own) is not own:
-            raise JoinValueError(f"{path} is {TensorSpec.of(own)} here and {self.specs[slot.index]} on the source.")
+            raise JoinValueError(
+                f"{path} is {TensorSpec.of(own)} on this rank and {self.specs[slot.index]} on the source rank."
+            )
         if own.requires_grad != is_trained:
             self.later(lambda: own.requires_grad_(is_trained))
 
@@ -217,7 +222,9 @@ class Restore:
 
     def _kept(self, own: Any, kind: str, path: str) -> Any:
         if own is MISSING:
-            raise JoinValueError(f"{path} is a {kind} on the source, and each rank must create its own.")
+            raise JoinValueError(
+                f"{path} is a {kind} on the source rank, but does not exist on this rank. Create one on every rank."
+            )
         return own
 
 

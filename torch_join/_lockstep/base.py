@@ -65,9 +65,9 @@ class Lockstep:
         for joinable in joinables:
             if not isinstance(joinable, Joinable) or isinstance(joinable, WrappingJoinable):
                 raise JoinTypeError(
-                    f"joinables must be torch.distributed.algorithms.Joinable objects of your own, got"
-                    f" {type(joinable).__name__}. Models, optimizers and schedulers need not be passed: in this loop"
-                    " every rank steps its own."
+                    "joinables must be custom torch.distributed.algorithms.Joinable objects, got"
+                    f" {type(joinable).__name__}. Do not pass models, optimizers or schedulers: each rank steps its"
+                    " own in this loop."
                 )
         self.driver = driver
         self.channel = driver.tail_log.channel
@@ -363,7 +363,7 @@ class Lockstep:
         """
         if names := self.unfrozen(self._stepped):
             raise UnsupportedError(
-                f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, where DDP does not"
+                f"{len(names)} parameters ({names[0]}, ...) were unfrozen in the middle of an epoch, so DDP does not"
                 f" average their gradients. Unfreeze them {advice}."
             )
 

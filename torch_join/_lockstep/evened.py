@@ -215,8 +215,8 @@ class Evened:
                 going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
                 if goes_on != (rank in going_on):
                     raise JoinError(
-                        f"The dataloader of rank {rank} reported {lengths[rank]} batches but has"
-                        f" {'more' if goes_on else 'fewer'}."
+                        f"The dataloader of rank {rank} reported {lengths[rank]} batches but yielded"
+                        f" {'more' if goes_on else 'fewer'}. Fix its length."
                     )
             yield batch, ReadStep(active, not going_on, counted, total, reader.trained_on)
             active, step = going_on, step + 1
@@ -289,8 +289,8 @@ class _Lengths:
             self._yielded[rank] += 1
         if self._steps == self._planned and not step.is_last_step:
             JoinDataWarning.warn(
-                f"The train dataloaders have batches left after {self._planned} steps, which is as many as their"
-                f" lengths say (by rank: {self._lengths}). {self._framework} reads no further, in one process too."
+                f"The train dataloaders have batches left after {self._planned} steps, the number that their lengths"
+                f" imply (by rank: {self._lengths}). Like in a single process, {self._framework} drops the rest."
                 " Return a length that is not too small, or none, and set the number of steps."
             )
 
@@ -301,9 +301,9 @@ class _Lengths:
         for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
             if yielded < length:
                 JoinDataWarning.warn(
-                    f"The train dataloader of rank {rank} said it had {length} batches and yielded {yielded}. The rank"
-                    f" joins after those. {self._framework} has planned the learning rate and the number of steps by"
-                    " that length: return the true number, or none."
+                    f"The train dataloader of rank {rank} reported {length} batches but yielded only {yielded}, and"
+                    f" then the rank finished. {self._framework} bases the learning rate schedule and the number of"
+                    " steps on that length. Return the true length, or none."
                 )
 
 

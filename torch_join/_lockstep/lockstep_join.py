@@ -182,9 +182,9 @@ class LockstepJoin(Lockstep):
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise UnsupportedError(
-                f"The loss of rank {self.channel.global_ranks[self.channel.rank]} does not require a gradient: it is a"
-                " constant, or was computed without gradients (torch.no_grad). To skip a batch, return"
-                " torch.zeros((), requires_grad=True)."
+                f"The loss of rank {self.channel.global_ranks[self.channel.rank]} does not require grad: it is a"
+                " constant, or was computed under torch.no_grad. To skip a batch, return torch.zeros((),"
+                " requires_grad=True)."
             )
         if output is not None and not (isinstance(loss, Tensor) and self._shadow.firing):
             return output  # or all are frozen: no rank's backward reaches the model

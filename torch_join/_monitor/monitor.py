@@ -134,7 +134,7 @@ class JoinMonitor:
             if path not in self._unwritten:
                 self._unwritten.add(path)
                 JoinWarning.warn(
-                    f"JoinMonitor cannot write {path}: {error}. Training goes on. Give it a path that can be written."
+                    f"JoinMonitor cannot write {path}: {error}. Training continues without it. Pass a writable path."
                 )
 
     @property
@@ -153,8 +153,8 @@ def check_monitored(monitored: Sequence[bool]) -> None:
         having = name_ranks(rank for rank, has in enumerate(monitored) if has)
         lacking = name_ranks(rank for rank, has in enumerate(monitored) if not has)
         raise JoinValueError(
-            f"A JoinMonitor is among the callbacks of {having}, but not of {lacking}. The ranks exchange their"
-            " measurements: use one on all ranks or on none."
+            f"A JoinMonitor is among the callbacks of {having}, but not of {lacking}. Use it on all ranks or on none,"
+            " because the ranks exchange their measurements."
         )
 
 

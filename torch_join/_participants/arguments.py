@@ -29,8 +29,8 @@ def listed(joinables: Any) -> list[Any]:
     # Some modules are iterable, and yield their layers.
     if isinstance(joinables, (nn.Module, str, Mapping)) or not isinstance(joinables, Iterable):
         raise JoinTypeError(
-            f"Pass the joinables as a list, not as one {type(joinables).__name__}: [model, optimizer, scheduler], in"
-            " the same order on every rank."
+            f"joinables must be a list, not a {type(joinables).__name__}. Pass [model, optimizer, scheduler], in the"
+            " same order on every rank."
         )
     return list(joinables)
 
@@ -49,14 +49,14 @@ def check_given(joinables: Sequence[Any]) -> None:
         )
     if any(isinstance(thing, DataLoader) for thing in joinables):
         raise JoinTypeError(
-            "A loader is in the list of joinables, which takes models, optimizers and other objects that are the same"
-            " on all ranks. Leave the loader out, and iterate over it with `for batch in join.batches(loader)`."
+            "The list of joinables contains a loader, but takes only objects that are the same on all ranks, such as"
+            " models and optimizers. Remove the loader, and iterate over it with `for batch in join.batches(loader)`."
         )
     for thing in joinables:
         if getattr(thing, "no_object_has_this_attribute", None) is not None:
             raise JoinTypeError(
-                f"A {type(thing).__name__} is in the list of joinables. It has attributes of every name, as a mock"
-                " does, so Join cannot tell what it is. Pass a real model or optimizer, or leave it out."
+                f"The list of joinables contains a {type(thing).__name__}, which has every attribute (like a mock),"
+                " so Join cannot tell what it is. Pass a real model or optimizer, or remove it."
             )
 
 
@@ -81,8 +81,8 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
             for meant in get_close_matches(name, _all, 1, cutoff=0.8):
                 raise _misspelt(name, meant)
             raise JoinTypeError(
-                f"There is no argument {name!r}, and no joinable with a hook that could take it. Leave it out; the"
-                f" arguments are {', '.join(_all)}."
+                f"Join has no argument {name!r}, and no joinable has a hook that takes it. Remove it; the arguments"
+                f" are {', '.join(_all)}."
             )
 
 
@@ -114,7 +114,7 @@ def _is_slip(name: str, own: str) -> bool:
 
 
 def _misspelt(name: str, meant: str) -> JoinTypeError:
-    return JoinTypeError(f"There is no argument {name!r}. Did you mean {meant!r}?")
+    return JoinTypeError(f"Join has no argument {name!r}. Did you mean {meant!r}?")
 
 
 def common_group(joinables: Sequence[Any]) -> Any:

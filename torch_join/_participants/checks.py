@@ -30,29 +30,29 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
     modules = [*thing.modules()] if isinstance(thing, nn.Module) else []
     if what := _sharded_elsewhere(thing, modules):
         raise UnsupportedError(
-            f"{name} is sharded by {what}, with its own collectives, which need the shards of joined ranks. With"
-            " DeepSpeed, give Join the engine; otherwise use fully_shard, FullyShardedDataParallel or"
-            " ZeroRedundancyOptimizer, or train without Join and give every rank the same number of batches."
+            f"{name} is sharded by {what}, whose collectives need the shards of finished ranks. With DeepSpeed, pass"
+            " the engine to Join. Otherwise use fully_shard, FullyShardedDataParallel or ZeroRedundancyOptimizer, or"
+            " train without Join and give every rank the same number of batches."
         )
     if isinstance(thing, nn.DataParallel):
         raise UnsupportedError(
-            "DataParallel uses the devices of a single process and averages nothing between processes, so a joined rank"
-            " has nothing to take part in. Use DistributedDataParallel."
+            "DataParallel uses the devices of a single process and does not average anything between processes. Use"
+            " DistributedDataParallel."
         )
     local_sgd = getattr(sys.modules.get(_LOCAL_SGD), "PostLocalSGDOptimizer", ())  # importing it takes long
     averages_later = isinstance(thing, DistributedDataParallel) and _compat.has_local_sgd_hook(thing)
     if averages_later or isinstance(thing, local_sgd):
         raise UnsupportedError(
-            f"{name} is trained by post-local SGD: each rank trains its own parameters for some steps before they are"
-            " averaged, but a joined rank no longer trains. Average the gradients in each step (without the hook and"
-            " PostLocalSGDOptimizer), or train without Join."
+            f"{name} is trained by post-local SGD: ranks average their parameters only every few steps, but a"
+            " finished rank no longer trains. Remove the hook and PostLocalSGDOptimizer, so that gradients are"
+            " averaged in each step, or train without Join."
         )
     for module in modules:
         if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
             raise UnsupportedError(
-                f"{name} holds a DistributedDataParallel model that was not passed to Join, so joined ranks would miss"
-                f" its calls. Pass the DistributedDataParallel itself, and keep calling it through {name}. To an object"
-                " that only keeps a copy, such as an AveragedModel, pass `ddp.module`."
+                f"{name} holds a DistributedDataParallel model that was not passed to Join, so finished ranks would"
+                " miss its calls. Pass the DistributedDataParallel itself to Join, and keep calling it through"
+                f" {name}. An object that only keeps a copy, like an AveragedModel, must hold `ddp.module` instead."
             )
 
 

@@ -203,9 +203,9 @@ class ModelParticipant(ShadowedSteps, LoopModel):
                 raise
             raise JoinError(
                 f"Rank {self.members.name} caught an exception that ended a backward of"
-                f" {type(self.ddp.module).__name__} (out of memory, for example). DDP had averaged a part of its"
-                " gradients, and the other ranks wait for the rest. Do not catch the exception: one rank alone can"
-                " neither skip nor repeat a step. Use smaller batches."
+                f" {type(self.ddp.module).__name__} (an OOM, for example). DDP had averaged only a part of the"
+                " gradients, and the other ranks wait for the rest. Do not catch the exception, because one rank"
+                " alone can neither skip nor repeat a step; use smaller batches."
             ) from error
 
     def check_backward_ended(self) -> None:

@@ -79,8 +79,8 @@ def around_steps(
         closure = positional[0] if positional else kwargs.get("closure")
         if positional[1:] or {*kwargs} - {"closure"}:
             raise UnsupportedError(
-                f"step() of {type(optimizer).__name__} got arguments other than a closure, while some rank has joined"
-                " and steps its shards without them. Set these values in the optimizer's param_groups."
+                f"step() of {type(optimizer).__name__} got arguments other than a closure while some rank has"
+                " finished, which steps its shards without them. Set these values in the optimizer's param_groups."
             )
         if closure is None:
             stepping.enter_context(send())
@@ -94,9 +94,9 @@ def around_steps(
             nonlocal has_run
             if has_run:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} runs its closure more than once per step, depending on values of one"
-                    " rank's shards that joined ranks do not know. Use an optimizer that runs it once, or give every"
-                    " rank the same number of batches."
+                    f"{type(optimizer).__name__} may run its closure more than once per step, depending on the values"
+                    " of one rank's shards, which finished ranks do not have. Use an optimizer that runs its closure"
+                    " once, or give every rank the same number of batches."
                 )
             has_run = True
             with torch.enable_grad():

@@ -53,7 +53,7 @@ def refuse_engines(things: Iterable[Any]) -> None:
     """
     if any(map(is_engine, things)):
         raise UnsupportedError(
-            "placeholder= with a DeepSpeed engine is not tested. Remove placeholder=: without it, a finished rank"
+            "placeholder= does not support DeepSpeed engines. Remove placeholder=: without it, a finished rank"
             " follows the engines of the other ranks."
         )
 

@@ -67,19 +67,19 @@ class Options:
         if not isinstance(self.timeout, timedelta):
             seconds = self.timeout if isinstance(self.timeout, (int, float)) else int(TIMEOUT.total_seconds())
             raise JoinTypeError(
-                f"timeout is how long a rank waits for another, as a datetime.timedelta, not {self.timeout!r}. Write"
-                f" timeout=timedelta(seconds={seconds})."
+                f"timeout (how long a rank waits for another) must be a datetime.timedelta, not {self.timeout!r}."
+                f" Write timeout=timedelta(seconds={seconds})."
             )
         if not (self.monitor is None or isinstance(self.monitor, JoinMonitor)):
             raise JoinTypeError(
-                f"monitor takes a torch_join.JoinMonitor, not {self.monitor!r}. Write"
-                " monitor=JoinMonitor('report.html') after `from torch_join import JoinMonitor`. The JoinMonitors of"
-                " lightning_join and accelerate_join.transformers are callbacks of a Trainer."
+                f"monitor must be a torch_join.JoinMonitor, not {self.monitor!r}. Pass"
+                " monitor=JoinMonitor('report.html') after `from torch_join import JoinMonitor`; the JoinMonitors of"
+                " lightning_join and accelerate_join.transformers are Trainer callbacks."
             )
         if self.rebalance and self.may_break:
             raise JoinValueError(
-                "rebalance=True cannot be combined with may_break=True: a rank that may `break` before others cannot be"
-                " relied on to train on the batches it receives. Remove one of them; rebalance=True needs no may_break."
+                "rebalance=True cannot be combined with may_break=True: a rank that leaves with `break` would not"
+                " train on the batches it receives. Remove one of them; rebalance=True needs no may_break."
             )
         if self.rebalance and self.throw_on_early_termination:
             raise JoinValueError(
@@ -138,7 +138,7 @@ def by_old_name(old: str, function: Callable[P, R]) -> Callable[P, R]:
     """Return a function under its old name, which works until 0.3.0."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        JoinFutureWarning.warn(f"{old} is called {function.__name__} now. The old name works until 0.3.0.")
+        JoinFutureWarning.warn(f"{old} was renamed to {function.__name__}. The old name works until 0.3.0.")
         return function(*args, **kwargs)
 
     call.__name__, call.__doc__ = old, f"Call `{function.__name__}`, which had this name until 0.3.0."
@@ -161,8 +161,8 @@ def showing_options(function: Callable[P, R]) -> Callable[P, R]:
 def warn_renamed(old: str, new: str, both: bool) -> None:
     """Warn user code about a keyword's old name; raise if it passes `both` names."""
     if both:
-        raise JoinTypeError(f"{old}= is the old name of {new}=, and both were passed. Remove {old}=.")
-    JoinFutureWarning.warn(f"{old}= is called {new}= now. The old name works until 0.3.0.")
+        raise JoinTypeError(f"Both {new}= and its old name {old}= were passed. Remove {old}=.")
+    JoinFutureWarning.warn(f"{old}= was renamed to {new}=. The old name works until 0.3.0.")
 
 
 def whole_signature(kind: type, ours: type) -> Signature:

@@ -59,8 +59,8 @@ class Report(Joinable):
             UnsupportedError: Always: torch's `Join` does not know whose metrics count.
         """
         raise UnsupportedError(
-            "Report works in torch_join.Join and in the front ends built on it, not in torch's own Join. Pass it to"
-            " torch_join.Join instead."
+            "Report works in torch_join.Join and the front ends built on it, not in torch's own Join. Pass it to"
+            " torch_join.Join."
         )
 
     @property
@@ -119,11 +119,14 @@ class RayParticipant(Participant):
         if self.tail_log.meet():
             instead = "Call it after the loop."
             if name == "report":
-                instead = "Give Join a torch_join.ray.Report() and call that instead, or call it after the loop."
+                instead = (
+                    "Pass a torch_join.ray.Report() to Join and call that object instead, or make the call after the"
+                    " loop."
+                )
             raise UnsupportedError(
-                f"{_compat.WAITS_FOR_ALL[name]} in a step for which {name_ranks(self.members.joined_names)} had no"
-                " batch: it waits for all workers, but a worker that has run out does not run the loop's body."
-                f" {instead}"
+                f"{_compat.WAITS_FOR_ALL[name]} was called in a step for which"
+                f" {name_ranks(self.members.joined_names)} had no batch. The call waits for all workers, but a"
+                f" finished worker does not run the loop's body. {instead}"
             )
         return function(*args, **kwargs)
 

@@ -28,7 +28,7 @@ def notice_metric(operation: str) -> None:
         return
     _warned[id(metric)] = ref(metric)
     JoinDriftWarning.warn(
-        f"{type(metric).__name__} syncs while some ranks have joined, and was not passed to Join: zeros replace what"
-        " these ranks have accumulated, so the value is wrong. Pass it too: Join([model, optimizer, metric]). In"
-        " Lightning, make it an attribute of the module. Or compute it only after the loop."
+        f"{type(metric).__name__} synced after some ranks finished and was not passed to Join. Zeros replace the"
+        " state of the finished ranks, so its value is wrong. Pass it to Join ([model, optimizer, metric]), in"
+        " Lightning make it an attribute of the module, or compute it only after the loop."
     )

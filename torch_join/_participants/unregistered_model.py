@@ -65,7 +65,7 @@ class UnregisteredModelParticipant(Participant):
 def missing_model(joined: Sequence[int]) -> UnsupportedError:
     """Return the error for a model that was not passed to `Join`."""
     return UnsupportedError(
-        "A DistributedDataParallel model that was not passed to Join is trained in its loop. The all-reduce of its"
-        f" gradients would wait for {name_ranks(joined)}: joined, and not following this model. Pass every such model"
-        " to Join, wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
+        "The loop trains a DistributedDataParallel model that was not passed to Join, so the all-reduce of its"
+        f" gradients would wait for {name_ranks(joined)}, which finished and does not follow this model. Pass every"
+        " such model to Join, wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
     )

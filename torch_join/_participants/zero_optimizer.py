@@ -32,8 +32,8 @@ class ShardedOptimizerParticipant(Participant):
         super().__init__(driver, index)
         if zero._overlap_with_ddp:
             raise UnsupportedError(
-                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward, which a joined rank cannot"
-                " follow. Use overlap_with_ddp=False."
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward, which a finished rank"
+                " cannot follow. Use overlap_with_ddp=False."
             )
         self.zero = zero
         self._had_state = False  # after the last step: if the state is missing now, user code has cleared it

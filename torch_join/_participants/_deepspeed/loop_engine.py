@@ -84,8 +84,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             return
         if self.tail_log.in_window:
             raise UnsupportedError(
-                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself: with"
-                " windows of different lengths the ranks would step at different times. Loop over the batches, and set"
+                "A loop over torch_join.windows runs a DeepSpeed engine, which counts micro-batches itself, so ranks"
+                " with windows of different lengths would step at different times. Loop over single batches, and set"
                 " the engine's gradient_accumulation_steps."
             )
         if _compat_torch.backward_in_progress() == -1:
@@ -101,8 +101,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         if self.tail_log.meet():
             if kwargs.get("retain_graph") or (args and args[0]):
                 raise UnsupportedError(
-                    f"engine.backward(retain_graph=True) while ranks {self.members.joined_names} have run out of"
-                    " batches and cannot follow another backward of the same graph. Add up the losses, and run a single"
+                    f"engine.backward(retain_graph=True) was called after ranks {self.members.joined_names} finished,"
+                    " which cannot follow another backward of the same graph. Add up the losses, and run a single"
                     " backward."
                 )
             self._check_gradients(cleared=True)
@@ -119,11 +119,11 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         if not (self.members.serves or self._is_in_an_engines_backward()):
             in_tail = self.tail_log.meet()
             if in_tail or self.members.loss_factor != 1.0:
-                where = f"while ranks {self.members.joined_names} have run out of batches and cannot follow it"
+                where = f"after ranks {self.members.joined_names} finished, which cannot follow it"
                 if not in_tail:
-                    where = "in a step whose losses are weighted, which engine.backward does"
+                    where = "in a step whose loss only engine.backward would weight"
                 raise UnsupportedError(
-                    f"A backward of a DeepSpeed engine by loss.backward(), or torch.autograd's, {where}. Call"
+                    f"A DeepSpeed engine's backward was run with loss.backward() or torch.autograd {where}. Call"
                     " engine.backward(loss)."
                 )
         original()
@@ -136,8 +136,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
     def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.members.serves and self.tail_log.meet():
             raise UnsupportedError(
-                f"engine.coalesce_grad_reduction() while ranks {self.members.joined_names} have run out of batches and"
-                " cannot follow a reduction apart from its backward. Remove it, or add up the losses and run a single"
+                f"engine.coalesce_grad_reduction() was called after ranks {self.members.joined_names} finished, which"
+                " cannot follow a reduction outside the backward. Remove it, or add up the losses and run a single"
                 " backward."
             )
         return original(*args, **kwargs)
@@ -151,8 +151,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             return original(*args, **kwargs)
         if self.tail_log.meet() and (args or kwargs):
             raise UnsupportedError(
-                f"step() got arguments while ranks {self.members.joined_names} have run out of batches and step their"
-                " shards without them. Set these values in the optimizer's param_groups."
+                f"step() got arguments after ranks {self.members.joined_names} finished, which step their shards"
+                " without these arguments. Set the values in the optimizer's param_groups."
             )
         self._check_gradients(cleared=False)
         self._gradients.clear()
@@ -165,9 +165,9 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
                 raise UnsupportedError(
-                    "Gradients of a DeepSpeed engine in stage 0 were changed by hand (clipped, for example) while ranks"
-                    f" {self.members.joined_names} have run out of batches and did not change theirs. Set"
-                    " gradient_clipping in the engine's configuration; clear gradients with engine.zero_grad()."
+                    "Gradients of a DeepSpeed engine in stage 0 were modified by hand (clipped, for example) after"
+                    f" ranks {self.members.joined_names} finished, which did not modify theirs. Set gradient_clipping"
+                    " in the engine's configuration; clear gradients with engine.zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:

@@ -162,9 +162,9 @@ class Gradients:
                         return KEPT
                     if not _compat.local_part(holder.grad).numel():
                         raise JoinError(
-                            "Gradients were cleared by hand through `.data`. This rank holds no part of the one of"
-                            f" shape {tuple(holder.shape)} or of others in its unit, so it cannot tell whether that one"
-                            " was cleared too, also on joined ranks. Call the optimizer's zero_grad()."
+                            "Gradients were cleared by hand through `.data`. This finished rank holds no part of a"
+                            f" gradient of shape {tuple(holder.shape)}, nor of others in its unit, so it cannot tell"
+                            " whether the active ranks cleared that gradient too. Call the optimizer's zero_grad()."
                         )
                 if kept != cleared:
                     return KEPT if kept else CLEARED
@@ -189,10 +189,11 @@ class Gradients:
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
             raise JoinError(
-                "A gradient was changed by hand (by clipping, say) since the last backward, and the next one"
-                f" accumulates into it (parameter {where}, of shape {tuple(self.parameters[where].shape)}). Ranks"
-                f" {members.joined_names} have joined and cannot know. Call zero_grad() after each optimizer step, or"
-                " change gradients only right before it. With checkpointing: use_reentrant=False."
+                f"A gradient (parameter {where}, of shape {tuple(self.parameters[where].shape)}) was modified by"
+                " hand, for example clipped, and then the next backward accumulated into it. Ranks"
+                f" {members.joined_names} have finished and cannot repeat the change. Call zero_grad() after each"
+                " optimizer step, or modify gradients only right before the step; with checkpointing, pass"
+                " use_reentrant=False."
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
@@ -258,16 +259,16 @@ class Gradients:
         """
         for index in self.differing(states, accumulates)[:1]:
             between = (
-                " This rank requested its next batch between a forward and its backward, and there was none, so it"
-                " never ran that backward. Request it after the backward, or put the prefetcher inside:"
-                " join.batches(prefetcher(loader)). If that forward has no backward, the gradient"
+                " This rank ran out of batches between a forward and its backward, which it never ran. Request the"
+                " next batch after the backward, or put the prefetcher inside: join.batches(prefetcher(loader)). If"
+                " that forward has no backward, the gradient"
             )
             raise JoinError(
-                f"The active ranks' gradient of parameter {index}, of shape {tuple(self.parameters[index].shape)}, is"
-                " not the average that this rank got, and the next backward accumulates into"
-                f" it.{between if joined_amid else ' It'} was changed by hand (`.data`, GradScaler.unscale_), which"
-                " joined ranks cannot know. Call zero_grad() after each optimizer step, or change gradients only right"
-                " before it."
+                f"On the active ranks, the gradient of parameter {index}, of shape"
+                f" {tuple(self.parameters[index].shape)}, is not the average that this finished rank has, and the"
+                f" next backward accumulates into it.{between if joined_amid else ' It'} was modified by hand"
+                " (`.data`, GradScaler.unscale_), which this rank cannot see. Call zero_grad() after each optimizer"
+                " step, or modify gradients only right before it."
             )
 
     def raise_if_lost(self, states: Sequence[State]) -> None:
@@ -279,9 +280,9 @@ class Gradients:
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             if state.verdict == CHANGED and holds_something(parameter.grad):
                 raise JoinError(
-                    f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was changed by hand while it"
-                    " was accumulated, and the loop ended before it was averaged. This rank has joined and holds a"
-                    " share of it. Change gradients only right before the optimizer step."
+                    f"A gradient (parameter {index}, of shape {tuple(parameter.shape)}) was modified by hand during"
+                    " accumulation, and the loop ended before the gradient was averaged. This finished rank's share"
+                    " of it was not modified. Modify gradients only right before the optimizer step."
                 )
 
     def holds(self, tensor: Tensor) -> bool:
@@ -306,9 +307,9 @@ class Gradients:
         for index, parameter in enumerate(self.parameters if accumulates else ()):
             if holds_something(parameter.grad):
                 raise JoinError(
-                    "The active ranks reduce by hand a gradient that they have accumulated under no_sync (parameter"
-                    f" {index}, of shape {tuple(parameter.shape)}). This rank has joined and holds a share of it, which"
-                    " would be left out. Let a backward outside no_sync average it, or reduce in each step."
+                    "The active ranks reduced by hand a gradient that they accumulated under no_sync (parameter"
+                    f" {index}, of shape {tuple(parameter.shape)}), so this finished rank's share of it would be left"
+                    " out. Average it with a backward outside no_sync, or reduce in each step."
                 )
 
     def raise_unknown(self, index: int = 0) -> None:
@@ -318,10 +319,10 @@ class Gradients:
             JoinError: Always.
         """
         raise JoinError(
-            f"This rank has joined while it holds a gradient that no sync has averaged yet (parameter {index}, of shape"
-            f" {tuple(self.parameters[index].shape)}), and active ranks cannot tell whether it has been cleared since."
-            " Give Join the optimizer and call its zero_grad() at the start of each accumulation, or run a backward in"
-            " each of its steps."
+            f"This rank finished while holding a gradient that was accumulated but not synced (parameter {index}, of"
+            f" shape {tuple(self.parameters[index].shape)}), and the active ranks cannot tell whether it has been"
+            " cleared since. Pass the optimizer to Join and call its zero_grad() at the start of each accumulation"
+            " window, or run a backward in each step of the window."
         )
 
 

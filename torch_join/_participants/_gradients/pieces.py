@@ -72,9 +72,9 @@ class Pieces:
         models = [each for each in self._participant.tail_log.participants if each.is_model]
         if len(models) > 1 and self._delays:
             raise UnsupportedError(
-                "The first iteration of one of several models with static_graph=True has collectives in backward while"
-                " some ranks have joined and cannot follow DDP's order. Give each rank a batch in the first iteration,"
-                " or use static_graph=False."
+                "In the first iteration with static_graph=True, one of several models called a collective in"
+                " backward, and finished ranks cannot follow DDP's order yet. Give each rank a batch in the first"
+                " iteration, or use static_graph=False."
             )
         self.under_way, self._came = True, self._shadow.unreached()
         _compat.after_backward(lambda: self._end(ended))
@@ -88,9 +88,9 @@ class Pieces:
         if not in_nested_backward():
             return
         raise UnsupportedError(
-            "Reentrant activation checkpointing, or a loss that runs its own backwards (GradCache), with collectives in"
-            " backward: joined ranks cannot follow a backward inside a backward. Use checkpointing with"
-            " use_reentrant=False, and compute the loss in one piece."
+            "A backward with collectives ran inside another backward (reentrant activation checkpointing, or a loss"
+            " that runs its own backwards, such as GradCache), which finished ranks cannot follow. Use checkpointing"
+            " with use_reentrant=False, and compute the loss in one piece."
         )
 
     def begin_whole(self) -> None:

@@ -109,8 +109,8 @@ class SecondBackward:
                 continue
             self.remove()
             raise JoinError(
-                f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) from two"
-                " backwards through one forward of a DistributedDataParallel model. DDP averages only the first one,"
-                " even without Join, so the ranks would drift apart. Run a single backward, (loss1 + loss2).backward(),"
-                " or two forwards."
+                f"{type(optimizer).__name__} steps with a gradient (of a parameter of shape {tuple(p.shape)}) from"
+                " two backwards through one forward of a DistributedDataParallel model. DDP averages only the first"
+                " backward, even without Join, so the ranks would drift apart. Run a single backward, (loss1 +"
+                " loss2).backward(), or two forwards."
             )

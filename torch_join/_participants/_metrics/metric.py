@@ -47,8 +47,8 @@ class MetricParticipant(Participant):
         self.metrics: list[Any] = [module for module in thing.modules() if _compat_metrics.is_metric(module)]
         if hasattr(thing, "increment"):
             raise UnsupportedError(
-                f"{type(thing).__name__} creates new metrics during training, and Join cannot know about them. Give"
-                " Join the metric of each epoch instead."
+                f"{type(thing).__name__} creates new metrics during training, which Join cannot track. Pass each"
+                " epoch's metric to Join instead."
             )
         for metric in self.metrics:
             check_metric(metric, metric.process_group, driver)
@@ -57,7 +57,7 @@ class MetricParticipant(Participant):
 
     def enter(self) -> None:
         if any(isinstance(vars(metric).get("reset"), Hook) for metric in self.metrics):
-            raise JoinValueError("A metric was passed to Join twice: pass it alone or in its collection.")
+            raise JoinValueError("A metric was passed to Join twice. Pass either the metric or its collection.")
         if self.metrics:
             _compat_metrics.link_collections()
         for position, metric in enumerate(self.metrics):
@@ -121,8 +121,7 @@ class MetricParticipant(Participant):
         if not contributions:
             if hidden and self.members.rank == 0:
                 JoinDataWarning.warn(
-                    f"{type(metric).__name__}.compute was called before any rank has updated the metric."
-                    " Call it after a first update."
+                    f"{type(metric).__name__}.compute was called before any rank updated the metric. Call update first."
                 )
             sync_dist(lambda tensor, group=None: [tensor])
             return
@@ -159,22 +158,22 @@ def check_metric(metric: Any, group: Any, driver: Driver, gather: Any = None) ->
     if _compat_metrics.parts(metric):
         if not _compat_metrics.is_passing_on(metric):
             raise UnsupportedError(
-                f"{name} keeps its own state in addition to that of its metrics, and joined ranks cannot follow it."
-                " Give Join the metrics that it is made of, and compute the rest outside."
+                f"{name} keeps state of its own besides its inner metrics, which finished ranks cannot follow. Pass"
+                " its inner metrics to Join, and compute the rest outside."
             )
         return
     if not all(_compat_metrics.is_own_gather(function) for function in (metric.dist_sync_fn, gather)):
         raise UnsupportedError(
-            f"{name} has its own dist_sync_fn, and joined ranks cannot take part in it. Remove it: Join provides one"
-            " for uneven inputs."
+            f"{name} has its own dist_sync_fn, which finished ranks cannot take part in. Remove dist_sync_fn: Join"
+            " provides one for uneven inputs."
         )
     if _compat_metrics.has_own_sync(metric):
         raise UnsupportedError(
-            f"{name} has its own way of syncing (it overrides {_compat_metrics.SYNC_METHOD}), and joined ranks cannot"
-            " take part in it. Do not give it to Join, and compute it after the `with`."
+            f"{name} overrides {_compat_metrics.SYNC_METHOD}, and finished ranks cannot take part in its syncs. Do"
+            " not pass it to Join, and compute it after the `with`."
         )
     if (group or dist.group.WORLD) != driver.members.group:
         raise UnsupportedError(
-            f"{name} syncs over a different process group than Join's. Create it with process_group=<the group of the"
-            " other joinables>."
+            f"{name} syncs over a different process group than Join does. Create it with process_group=<the group of"
+            " the other joinables>."
         )

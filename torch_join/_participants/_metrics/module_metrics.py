@@ -82,8 +82,8 @@ class ModuleMetrics(MetricParticipant):
         why = self._refused.get(id(metric))
         if why is not None and self.tail_log.meet():
             raise UnsupportedError(
-                f"{why} It was synced in a step that ranks {self.members.joined_names} do not have. At the end of an"
-                " epoch, where all ranks take part, syncing works as usual."
+                f"{why} The metric was synced in a step after ranks {self.members.joined_names} finished. Sync it at"
+                " the end of an epoch, where all ranks take part."
             )
         if why is not None and not _is_served(metric, self.driver):
             sync_dist(*args, **kwargs)

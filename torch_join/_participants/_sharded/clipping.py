@@ -66,8 +66,8 @@ class ClippingParticipant(Participant):
             return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
         if len(which) < len(given):
             raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ over sharded and other gradients together, while some rank has joined"
-                " and holds a part of the sharded ones only. Clip each model on its own."
+                "torch.nn.utils.clip_grad_norm_ got sharded and other gradients together while some rank has"
+                " finished, which holds only a part of the sharded ones. Clip each model separately."
             )
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():
@@ -86,8 +86,8 @@ class ClippingParticipant(Participant):
             return
         if total_norm is not self._norm:
             raise UnsupportedError(
-                "torch.nn.utils.clip_grads_with_norm_ with a different norm than the last one computed, while some rank"
-                " has joined and has not computed it. Use torch.nn.utils.clip_grad_norm_."
+                "torch.nn.utils.clip_grads_with_norm_ got a different norm than the last one computed, while some"
+                " rank has finished and did not compute this norm. Use torch.nn.utils.clip_grad_norm_."
             )
         self.announce("clip", (which, float(max_norm), foreach))
         with self.tail_log.own_collectives():

@@ -75,16 +75,17 @@ class Contents:
         for index, parameter in enumerate(self._parameters() if self._sums is not None else ()):
             if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
                 raise JoinError(
-                    f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or removed"
-                    f" while ranks {list(joined)} have joined: they reduce this gradient too, without that change."
+                    f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or"
+                    f" removed after ranks {list(joined)} finished, which reduce this gradient without that change."
                     " Register hooks before the loop."
                 )
 
     def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
-            f"The sharded parameters were changed outside the optimizer step (parameter {where} of this rank's shards),"
-            f" by clipping weights or loading a state, say. Ranks {list(joined)}, which have joined, own a part of"
-            " them. Change them after the loop, or give Join the optimizer that does it."
+            f"The sharded parameters were modified outside the optimizer step (parameter {where} of this rank's"
+            f" shards), for example by weight clipping or load_state_dict. Ranks {list(joined)} have finished but own"
+            " a part of these parameters, which they cannot modify. Modify parameters after the loop, or pass the"
+            " optimizer that does it to Join."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
@@ -113,7 +114,7 @@ def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
     """
     if before != state_of(optimizer):
         raise JoinError(
-            f"The state of {type(optimizer).__name__} was changed outside its step (cleared, scaled or loaded, or a"
-            f" parameter moved to another group) while ranks {list(joined)} have joined: they step a part of the"
-            " sharded parameters with their own state. Change it after the loop."
+            f"The state of {type(optimizer).__name__} was modified outside its step (cleared, scaled or loaded, or a"
+            f" parameter moved to another group) after ranks {list(joined)} finished, which step their part of the"
+            " sharded parameters without that change. Modify the state after the loop."
         )

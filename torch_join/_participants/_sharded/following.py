@@ -53,8 +53,8 @@ class Following:
         self.contents = Contents(lambda: self.shards)
         if is_first_generation(model) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             raise UnsupportedError(
-                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares the order in which each rank"
-                " runs its modules, and a joined rank does not run them. Use another debug level, or fully_shard."
+                "FullyShardedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL compares the order in which ranks run"
+                " their modules, but a finished rank does not run them. Use another debug level, or fully_shard."
             )
 
     def watch(self) -> Callable[[], None]:
@@ -118,8 +118,8 @@ class Following:
             if 0 < len(joined := set(peers) - {*self._seen}) < len(peers):
                 raise JoinError(
                     f"Ranks {sorted(peers)} compute each batch together (tensor parallelism: a mesh dimension over"
-                    f" which FSDP does not shard), but ranks {sorted(joined)} of them have finished before the others."
-                    " Give all of them the same batches: shard the data over the data-parallel dimension only."
+                    f" which FSDP does not shard), but ranks {sorted(joined)} finished before the others. Give all of"
+                    " these ranks the same batches: shard the data only over the data-parallel dimension."
                 )
 
     # ------------------------------------------------------------ on a joined rank
@@ -152,8 +152,8 @@ def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
     for size in _compat.group_sizes(model):
         if size != len(ranks):
             raise UnsupportedError(
-                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, but ranks {list(ranks)}"
-                " take part. Each of them must hold a shard of each part: use a process_group of all ranks."
+                f"A part of {type(model).__name__} is sharded and averaged over {size} ranks, but Join covers ranks"
+                f" {list(ranks)}, each of which must hold a shard. Use a process_group of all ranks."
             )
     model_parallel_groups: dict[tuple[int, ...], list[int]] = {}
     for mesh in _compat.meshes(model):
@@ -161,8 +161,8 @@ def _teams_of(model: nn.Module, ranks: Sequence[int]) -> list[list[int]]:
         if {*whole.mesh.flatten().tolist()} != {*ranks}:
             held = sorted(whole.mesh.flatten().tolist())
             raise UnsupportedError(
-                f"A part of {type(model).__name__} is on a mesh of ranks {held}, but ranks {list(ranks)} take part."
-                " Each of them must hold a shard of each part: use a mesh over all ranks."
+                f"A part of {type(model).__name__} is on a mesh of ranks {held}, but Join covers ranks {list(ranks)},"
+                " each of which must hold a shard. Use a mesh over all ranks."
             )
         for peers in _across(whole, mesh):
             model_parallel_groups[tuple(peers)] = [ranks.index(rank) for rank in peers]

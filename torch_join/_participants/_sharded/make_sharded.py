@@ -33,8 +33,8 @@ def make_sharded_participants(driver: Driver, joinables: Sequence[Any]) -> list[
         if (optimizer := innermost_optimizer(thing)) is not None and holds_shards(optimizer):
             if not models:
                 raise UnsupportedError(
-                    f"{type(thing).__name__} steps sharded parameters, but Join got no sharded model. Pass the model"
-                    " too, before the optimizer: Join([model, optimizer])."
+                    f"{type(thing).__name__} steps sharded parameters, but no sharded model was passed to Join. Pass"
+                    " the model before the optimizer: Join([model, optimizer])."
                 )
             optimizers.append(optimizer)
             participants.append(ShardedStepParticipant(driver, len(participants), optimizer, models))
@@ -50,13 +50,13 @@ def _refuse_copies(joinables: Sequence[Any]) -> None:
         is_average, by_others = isinstance(thing, AveragedModel), not is_sharded_model(thing)
         if by_others and not is_average and any(_compat.is_shard(p) and p.requires_grad for p in thing.parameters()):
             raise UnsupportedError(
-                f"{type(thing).__name__} is sharded by tensor parallelism alone: all ranks of a group compute each"
-                " batch together, so they must all have the same batches. Train without Join, or use fully_shard over"
-                " other ranks as well, whose batches may be uneven."
+                f"{type(thing).__name__} is sharded only by tensor parallelism: all ranks of a group compute each"
+                " batch together, so they cannot have uneven inputs. Train without Join, or also apply fully_shard"
+                " over a data-parallel dimension, whose ranks may be uneven."
             )
         if by_others or is_average:
             raise UnsupportedError(
-                f"{type(thing).__name__} holds sharded parameters that are not trained themselves (an AveragedModel,"
-                " for example): joined ranks would not update their part of it. Leave it out, and update it after the"
+                f"{type(thing).__name__} holds sharded parameters that are not trained (like an AveragedModel), and"
+                " finished ranks would not update their part of them. Do not pass it to Join, and update it after the"
                 " loop, on all ranks."
             )

@@ -98,10 +98,10 @@ class ShardedModelParticipant(Participant, LoopModel):
         for (unit, gradient), before in zip(found, self._known, strict=True):
             if before is not None and not is_known(gradient, before):
                 raise JoinError(
-                    f"A gradient of {unit.name or 'the root module'} that no sync has averaged yet was cleared or"
-                    f" changed by hand while ranks {list(self.members.joined_names)} have joined: they hold a share of"
-                    " it and cannot know about that. Clear gradients after a backward that syncs, or let each backward"
-                    " sync."
+                    f"An accumulated, not yet synced gradient of {unit.name or 'the root module'} was cleared or"
+                    f" modified by hand after ranks {list(self.members.joined_names)} finished, which hold a share of"
+                    " it and cannot repeat that change. Clear gradients after a backward that syncs, or let each"
+                    " backward sync."
                 )
 
     @property
@@ -170,9 +170,10 @@ class ShardedModelParticipant(Participant, LoopModel):
         for unit in self.following.units:
             if unit.is_bypassed:
                 raise JoinError(
-                    f"A gradient of {unit.name or 'the root module'} was changed by hand: another tensor, or None, has"
-                    f" replaced FullyShardedDataParallel's, while ranks {list(self.members.joined_names)} have joined"
-                    " and cannot know about that. Leave all of them in place, or clear them all with zero_grad()."
+                    f"A gradient of {unit.name or 'the root module'} was modified by hand: another tensor or None"
+                    f" replaced FullyShardedDataParallel's gradient after ranks {list(self.members.joined_names)}"
+                    " finished, which cannot repeat that change. Leave all gradients in place, or clear them all with"
+                    " zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:
@@ -219,10 +220,10 @@ class ShardedModelParticipant(Participant, LoopModel):
         for unit in () if self.accumulates else self.following.units:
             if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
-                    f"This rank has joined while it holds a gradient of {unit.name or 'the root module'} that no sync"
-                    " has averaged yet, and the last backward that synced did not reach that module on any active rank:"
-                    " FSDP would lose this rank's share. Use the same modules in all micro-batches of an accumulation,"
-                    " or end it with the loop."
+                    "This rank finished while holding an accumulated, not yet synced gradient of"
+                    f" {unit.name or 'the root module'}, and the last backward that synced did not reach that module"
+                    " on any active rank, so FSDP would lose this rank's share. Use the same modules in all"
+                    " micro-batches of an accumulation window, or end the window with the loop."
                 )
 
     # ------------------------------------------------------------ at the end

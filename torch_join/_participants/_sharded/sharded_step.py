@@ -40,17 +40,17 @@ class ShardedStepParticipant(Participant):
         self.optimizer = optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
-                "LBFGS of sharded parameters: the number of times it runs its closure depends on values that joined"
-                " ranks do not know. Use an optimizer that runs it once."
+                "LBFGS cannot step sharded parameters: how often it runs its closure depends on values that finished"
+                " ranks do not have. Use an optimizer that runs its closure once."
             )
         owned = {id(p): model for model in models for unit in model.following.units for p in unit.registered}
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         other = [p for p in mine if p.requires_grad and id(p) not in owned]
         if other:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first of"
-                f" shape {tuple(other[0].shape)}). A joined rank steps its shards itself, but receives replicated"
-                " parameters at the end. Use one optimizer for each, and pass every model to Join."
+                f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first"
+                f" of shape {tuple(other[0].shape)}). A finished rank steps its own shards, but receives replicated"
+                " parameters only at the end. Use separate optimizers, and pass every model to Join."
             )
         self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
         self._scales = False  # whether the current step scales the gradients itself

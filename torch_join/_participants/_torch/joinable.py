@@ -62,7 +62,7 @@ class HookDriver(Driver):
         participant = joinable.make_participant(self, len(self.participants))
         if participant is not None:
             if self._first is None:
-                raise joinable.misplaced("a JoinableModel must be the first")
+                raise joinable.misplaced("pass a JoinableModel first")
             self.participants.append(participant)
             self._owners.append(joinable)
             participant.enter()
@@ -198,9 +198,9 @@ class HookDriver(Driver):
 
     def _refuse(self, index: int, kind: str) -> JoinError:
         error = JoinError(
-            f"torch's Join cannot handle what {self._owners[index]} does in this step ({kind}): a step is a forward of"
-            " the first model, then at most one backward and one optimizer step;"
-            f" {name_ranks(self.members.joined_names)} joined. Use torch_join.Join, which has no such limit."
+            f"torch's Join cannot handle what {self._owners[index]} does in this step ({kind}) after"
+            f" {name_ranks(self.members.joined_names)} finished: a step must be a forward of the first model, then at"
+            " most one backward and one optimizer step. Use torch_join.Join, which has no such limit."
         )
         self._word(_MORE)  # the joined ranks take this word for the count, and get the error when they meet
         # Not earlier: a rank that waits for a record would leave, and ranks that wait for it here would not learn why.
@@ -268,8 +268,8 @@ class WrappingJoinable(Joinable):
         """
         if holds_shards(self.wrapped):
             raise UnsupportedError(
-                f"{type(self.wrapped).__name__} holds shards of a model, and a joined rank still owns a part of them,"
-                " but torch's own Join cannot make it follow. Pass the model and its optimizer to torch_join.Join."
+                f"{type(self.wrapped).__name__} holds shards of a model, which a finished rank must keep updating,"
+                " but torch's own Join does not support that. Pass the model and its optimizer to torch_join.Join."
             )
         for name in kwargs:
             refuse_misspelt(name)
@@ -300,7 +300,7 @@ class WrappingJoinable(Joinable):
         if driver is not None and self in driver.joinables:
             raise JoinValueError(f"{self} was passed to Join twice.")
         if is_first and not self.leads():
-            raise self.misplaced("a JoinableModel, or whatever announces each step, must come before it")
+            raise self.misplaced("pass a JoinableModel (or another object that announces each step) before it")
         if driver is None:
             driver = HookDriver(self.join_process_group, self if is_first else None, self._weighting)
         if is_first:
@@ -313,9 +313,8 @@ class WrappingJoinable(Joinable):
     def misplaced(self, rule: str) -> JoinValueError:
         """Return the error for a list in the wrong order."""
         return JoinValueError(
-            f"{self} is at the wrong place in the list for torch's Join, which runs the hooks of a step in its order"
-            f" and counts the active ranks when the first one says so: {rule}. Or use torch_join.Join, which takes any"
-            " order."
+            f"{self} is at the wrong place in the list: {rule}. torch's Join runs the hooks of a step in list order"
+            " and counts the active ranks in the first hook. Or use torch_join.Join, which takes any order."
         )
 
     def make_participant(self, driver: Driver, index: int) -> Participant | None:

@@ -49,11 +49,11 @@ class JoinableModel(WrappingJoinable):
     def make_participant(self, driver: Driver, index: int) -> Participant:
         if has_synced_norms(self.wrapped):
             raise UnsupportedError(
-                "SyncBatchNorm has collectives in forward and backward, and a rank that has joined under torch's Join"
-                " cannot take part in them. Use torch_join.Join, or BatchNorm."
+                "SyncBatchNorm calls collectives in forward and backward, which a finished rank under torch's Join"
+                " cannot take part in. Use torch_join.Join, or BatchNorm."
             )
         if index > 0 and not isinstance(driver.tail_log.participants[0], ModelParticipant):
-            raise self.misplaced("no JoinableMetric may come before it")
+            raise self.misplaced("pass it before any JoinableMetric")
         participant = ModelParticipant(driver, index, self.wrapped)
         participant.meets = index == 0
         return participant
@@ -117,8 +117,8 @@ class JoinableState(WrappingJoinable):
     def __init__(self, thing: Any, process_group: dist.ProcessGroup | None = None) -> None:
         if isinstance(thing, DistributedDataParallel) or is_sharded(thing) or holds_metrics(thing):
             raise JoinTypeError(
-                f"A {type(thing).__name__} takes part in each step: pass it as JoinableModel, JoinableOptimizer or"
-                " JoinableMetric."
+                f"A {type(thing).__name__} takes part in each step, so JoinableState does not work. Pass it as"
+                " JoinableModel, JoinableOptimizer or JoinableMetric."
             )
         if not has_state(thing):
             raise JoinTypeError(
@@ -151,7 +151,7 @@ class JoinableMetric(WrappingJoinable):
 
     def __init__(self, metric: nn.Module) -> None:
         if not holds_metrics(metric):
-            raise JoinTypeError(f"JoinableMetric takes a metric of torchmetrics, not {type(metric).__name__}.")
+            raise JoinTypeError(f"JoinableMetric takes a torchmetrics metric, not {type(metric).__name__}.")
         self._metrics: list[Any] = [module for module in metric.modules() if _compat_metrics.is_metric(module)]
         super().__init__(metric, self._metrics[0].process_group, self._metrics[0].device)
 
