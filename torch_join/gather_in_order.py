@@ -21,9 +21,9 @@ from torch_join._handover.transfer import collect, exchange
 
 Group = dist.ProcessGroup | None
 _NO_INDICES = (
-    "A sampler deals one dataset out to the ranks, so the order of these rows is unknown. Return the index with each"
-    " sample, and pass each batch's as `indices`. If each rank has its own dataset, pass order='shards': the rows are"
-    " then in order of ranks."
+    "A sampler distributes one dataset to the ranks, so the order of the gathered rows is unknown. Return the index"
+    " with each sample, and pass each batch's indices as `indices`. If each rank has its own dataset, pass"
+    " order='shards' to order the rows by rank."
 )
 
 
@@ -156,7 +156,9 @@ def _prepare(
 ) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
     """Return the message, the data by path (bytes of shape rows x row size, or of a pickled list), and all indices."""
     if indices is not None and len(indices) != len(batches):
-        raise JoinValueError(f"There are indices of {len(indices)} batches, but {what} of {len(batches)}.")
+        raise JoinValueError(
+            f"Got indices for {len(indices)} batches, but {what} for {len(batches)}. Pass one entry per batch in both."
+        )
     known = None if indices is None else [_as_indices(each) for each in indices]
     parts: list[Rows] = []
     for number, batch in enumerate(batches):
@@ -198,9 +200,11 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
     """Return the structure of the batches; `None` if there are none."""
     for number, each in enumerate(everyone):
         if each.error:
-            raise JoinValueError(f"The {what} of rank {number} cannot be joined. {each.error}")
+            raise JoinValueError(f"The {what} of rank {number} cannot be gathered. {each.error}")
     if any(each.way != everyone[0].way for each in everyone):
-        raise JoinValueError(f"All ranks must request the {what} in the same way (`rank=`, and how they are ordered).")
+        raise JoinValueError(
+            f"The ranks requested the {what} in different ways. Pass the same `rank=` and the same order on all ranks."
+        )
     having = [number for number, each in enumerate(everyone) if each.tree is not None]
     if not having:
         return None
@@ -210,8 +214,8 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
     without = [number for number in having if not everyone[number].has_indices]
     if 0 < len(without) < len(having):
         raise JoinValueError(
-            f"{name_ranks(without).capitalize()} passed no indices, but others did. Pass them on all ranks that have a"
-            " batch, or on none."
+            f"{name_ranks(without).capitalize()} passed no indices, but other ranks did. Pass indices on all ranks"
+            " that have a batch, or on none."
         )
     return first.tree
 

@@ -63,7 +63,7 @@ class Loop(Generic[T]):
         if self.distributed:
             if dist.group.WORLD is None:
                 raise JoinError(
-                    "A joining loop was started without a process group. Call fabric.launch(), or create the"
+                    "A loop that joins was started without a process group. Call fabric.launch(), or create the"
                     " Accelerator, before the loop, and destroy the group after it."
                 )
             _end_at_exit()
@@ -196,7 +196,10 @@ def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
     except PeerFailedError as error:
         if not may_have_ended:
             raise
-        hint = f"{error} If it ended without an error, it did so in a loop in which this rank had finished. {DECIDE}"
+        hint = (
+            f"{error} If that rank exited without an error, it did so inside a loop in which this rank had already"
+            f" finished. {DECIDE}"
+        )
         raise PeerFailedError(hint, error.rank, error.reason) from error
 
 
@@ -284,8 +287,9 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
     for loop in list(_loops.values()):
         if error is None and loop.driver is not None:  # if others continue, this rank would have to follow their steps
             loop.driver.tail.refusal = JoinError(
-                "The process left a loop that others continued, and exited. After the loop it used outdated parameters."
-                f" Call {loop.advice}, or another operation that all processes share, after the loop."
+                "This process left a loop early and exited while the others continued, so its parameters after the"
+                f" loop were outdated. Call {loop.advice}, or another operation that all processes run, after the"
+                " loop."
             )
         attempt(partial(loop.leave, error))
     if error is None:

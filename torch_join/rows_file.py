@@ -142,7 +142,7 @@ class RowsPart:
                 if state is None:
                     break
                 if state:
-                    raise JoinError(f"Rank 0 could not write all {self._what} to {self._path}: {state}")
+                    raise JoinError(f"Rank 0 could not write the {self._what} to {self._path}: {state}")
         finally:
             self.abandon()
 
@@ -231,7 +231,7 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             said, of_rank = _read_end(file)
             if said != name:
                 raise JoinValueError(
-                    f"{file.name} is not what rank {rank} has written: all ranks need the same file system."
+                    f"{file.name} is not the file that rank {rank} wrote. Use a file system that all ranks share."
                 )
             written.append(of_rank)
         with open(new, "wb", buffering=_BUFFER) as out:
@@ -246,7 +246,9 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             out.write(_END.pack(end))
         os.replace(new, path)
     except FileNotFoundError as error:
-        raise JoinValueError(f"{error.filename} does not exist: all ranks need the same file system.") from error
+        raise JoinValueError(
+            f"{error.filename} does not exist on this rank. Use a file system that all ranks share."
+        ) from error
     finally:
         for file in files:
             file.close()
@@ -335,7 +337,7 @@ class FileRows(Sequence[Any]):
             return _sample_of(self._section.tree, row)
         first, last, step = at.indices(len(self))
         if step != 1:
-            raise JoinValueError(f"Rows can only be read with a step of 1, not {step}.")
+            raise JoinValueError(f"Rows can only be sliced with a step of 1, not {step}.")
         section: _Section = self._section
         if section.tree is None:
             return None
@@ -372,6 +374,6 @@ def read_rows(path: str | os.PathLike[str]) -> list[FileRows]:
     """
     with open(path, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise JoinValueError(f"{path} is not a file of rows that this version can read.")
+            raise JoinValueError(f"{path} is not a rows file that this version of torch_join can read.")
         sections = _read_end(file)
     return [FileRows(Path(path), section) for section in sections]

@@ -175,6 +175,7 @@ def _file_of(report: str | PathLike[str]) -> Path:
 def _checked(path: object, name: str, what: str, example: str) -> Path:
     if not isinstance(path, (str, PathLike)):
         raise JoinTypeError(
-            f"{name} is the path of {what}, got {path!r}. Write JoinMonitor({name}={example!r}), or leave `{name}` out."
+            f"{name} must be the path of {what}, got {path!r}. Write JoinMonitor({name}={example!r}), or leave"
+            f" `{name}` out."
         )
     return Path(path).absolute()

@@ -42,8 +42,8 @@ _HEAD, _SKELETON, _SMALL, _LARGE = range(4)  # tags
 _LARGE_BYTES = 2**15  # contents of this size or more are sent separately, from their own memory
 _THREAD = "torch_join exchange"
 _CANNOT = (
-    "Rebalancing moves batches over a gloo process group, which cannot be made: {}. If the name of a host resolves to a"
-    " loopback address, name its network interface in GLOO_SOCKET_IFNAME; or train without rebalance=True."
+    "Rebalancing sends batches over a gloo process group, which cannot be created: {}. If a host's name resolves to a"
+    " loopback address, set GLOO_SOCKET_IFNAME to its network interface, or train without rebalance=True."
 )
 _FOREVER = timedelta(days=30)
 _LEFT_SECONDS = 60.0
@@ -262,7 +262,7 @@ def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None
             coming.set_result(_receive_batch(group, sender, skeletons))
         except _Stopped:
             stopped.add(sender)
-            why = f"Rank {names[sender]} has raised an error and gives no more batches. Its log says why."
+            why = f"Rank {names[sender]} raised an error and sends no more batches. Read its log."
             coming.set_exception(PeerFailedError(why))
         except BaseException as error:
             coming.set_exception(error)

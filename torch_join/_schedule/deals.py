@@ -25,7 +25,7 @@ Deal = dict[str, Any]
 # Classes in these modules give index i of one order, the same on all ranks, to rank `i % num_replicas`.
 _IN_TURN = ("torch.utils.data.distributed", "torch_join._base.sampler", "lightning.", "pytorch_lightning.")
 _log = getLogger("torch_join")
-_INSTEAD = "Resume with as many ranks as wrote it, or from a state written at an epoch's end."
+_INSTEAD = "Resume with the number of ranks that wrote the state, or from a state written at an epoch's end."
 
 
 class Dealer:
@@ -68,10 +68,10 @@ class Dealer:
         shares, now = ([self._share(rank, of, drawn) for rank in range(of)] for of in (world, self.world))
         if _counted(shares) != _counted(now) or max(_counted(shares).values(), default=1) > 1:
             raise UnsupportedError(
-                f"{world} ranks started the epoch. A {type(self._sampler).__name__} whose `rank` and `num_replicas` are"
-                f" set to those of other ranks does not give each sample to one of {world}, or of {self.world}, so the"
-                " remaining samples are unknown. Use these two attributes in `__iter__`, and nothing computed from them"
-                f" earlier. {_INSTEAD}"
+                f"{world} ranks started the epoch, and the remaining samples are unknown: a"
+                f" {type(self._sampler).__name__} whose `rank` and `num_replicas` are set to those of other ranks"
+                f" does not yield each sample on exactly one of {world} (or {self.world}) ranks. Read only these two"
+                f" attributes in `__iter__`, not values computed from them earlier. {_INSTEAD}"
             )
         found = [(place, rank) for rank, share in enumerate(shares) for place in range(len(share))]
         found.sort()
@@ -154,14 +154,14 @@ def left_of(
     name = type(loader).__name__
     if dealer is None:
         raise UnsupportedError(
-            f"An epoch was started by {deals[0]['world']} ranks, and the samples of this {name} are not distributed to"
-            " all ranks by an object with `rank` and `num_replicas`, such as torch's DistributedSampler. So this rank"
-            f" cannot know which samples the others have left. {_INSTEAD}"
+            f"{deals[0]['world']} ranks started the epoch, but the samples of this {name} are not distributed by an"
+            " object with `rank` and `num_replicas`, such as torch's DistributedSampler, so the remaining samples of"
+            f" other ranks are unknown. {_INSTEAD}"
         )
     if dealer.world != world:
         raise JoinValueError(
             f"The sampler of the {name} distributes samples to {dealer.world} ranks, but {world} ranks continue the"
-            f" epoch. Create it for {world}."
+            f" epoch. Create the sampler for {world} ranks."
         )
     # Leave out generators of samplers with a `set_epoch`: the epoch seeds them.
     told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
@@ -170,8 +170,8 @@ def left_of(
     )
     if then != now:
         raise UnsupportedError(
-            f"An epoch was started by {deals[0]['world']} ranks in an order that they drew from"
-            f" {', '.join(then) or 'the generator of torch itself'}, but here the {name} draws it from"
+            f"{deals[0]['world']} ranks started the epoch in an order drawn from"
+            f" {', '.join(then) or 'the generator of torch itself'}, but this {name} draws it from"
             f" {', '.join(now) or 'the generator of torch itself'}, so the remaining samples are unknown. Draw the"
             " order from a seed and the epoch (torch's DistributedSampler, Accelerate's use_seedable_sampler=True)."
             f" {_INSTEAD}"
@@ -187,7 +187,7 @@ def left_of(
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
                 raise UnsupportedError(
                     f"The order of the {name} is drawn from the global generator of torch or Python, which may differ"
-                    " between ranks, so the samples that others have left are unknown. Give the sampler its own"
+                    " between ranks, so the remaining samples of other ranks are unknown. Give the sampler its own"
                     f" generator. {_INSTEAD}"
                 )
 
@@ -200,8 +200,9 @@ def left_of(
         left, places, ranks = left[rest], places[rest], ranks[rest]
     if is_new and dealer.rank == 0:
         _log.warning(
-            "An epoch that %d ranks started continues with %d: the remaining %d %s are dealt out anew. The steps differ"
-            " from here on: a schedule made for a number of steps may end earlier; weighting='world' divides by %d.",
+            "An epoch started by %d ranks continues with %d: the remaining %d %s are redistributed. The number of"
+            " steps changes, so a schedule made for the old number may not fit, and weighting='world' now divides by"
+            " %d.",
             deals[-1]["world"],
             world,
             len(left),

@@ -44,15 +44,15 @@ def check_placeholder(placeholder: Any) -> None:
     """
     names = " or ".join(map(repr, get_args(_Name)))
     if isinstance(placeholder, str) and placeholder not in get_args(_Name):
-        raise JoinValueError(f"placeholder={placeholder!r} is unknown. Use {names}, or a function of a batch.")
+        raise JoinValueError(f"placeholder={placeholder!r} is unknown. Use {names}, or a function that takes a batch.")
     if not (isinstance(placeholder, str) or callable(placeholder)):
-        raise JoinTypeError(f"placeholder is {names}, or a function of a batch, not {placeholder!r}.")
+        raise JoinTypeError(f"placeholder must be {names}, or a function that takes a batch, not {placeholder!r}.")
 
 
 def _refuse_rows(value: Any) -> NoReturn:
     raise JoinTypeError(
-        f"placeholder='rows' found a {type(value).__name__} in a batch, and cannot tell which part of it belongs to"
-        " which sample. Use a function that gets a batch and returns one without samples, or placeholder='last'."
+        f"placeholder='rows' found a {type(value).__name__} in a batch, and cannot tell which of its parts belong to"
+        " which sample. Use a function that takes a batch and returns one without samples, or placeholder='last'."
     )
 
 
@@ -221,8 +221,8 @@ class WeighedLosses:
         """Refuse a pipeline schedule that splits backwards: no weight can be applied to the gradients it computes."""
         if self.factor != 1.0:
             raise UnsupportedError(
-                "A zero-bubble pipeline schedule ran with placeholder= in a step in which this rank's loss has a weight"
-                " other than 1. It calls torch.autograd.grad, where no weight can be applied. Use ScheduleGPipe or"
+                "A zero-bubble pipeline schedule ran with placeholder= in a step whose loss has a weight other than"
+                " 1. The schedule calls torch.autograd.grad, where Join cannot apply the weight. Use ScheduleGPipe or"
                 " Schedule1F1B."
             )
 
@@ -231,8 +231,8 @@ class WeighedLosses:
         syncs = self._has_rows and torch.is_grad_enabled()
         if syncs and any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules()):
             raise UnsupportedError(
-                "SyncBatchNorm normalizes with the statistics of all ranks' samples, and the rows of a placeholder"
-                " would count in them. Use placeholder='rows', which has none, or train without placeholder=."
+                "SyncBatchNorm normalizes with the statistics of all ranks' samples, which would include the"
+                " placeholder's rows. Use placeholder='rows', which has no rows, or train without placeholder=."
             )
 
     def _refuse_training(self, *_: Any) -> None:
@@ -254,8 +254,8 @@ class WeighedLosses:
         if self.joined and self._has_rows and gradient.isnan().any():
             raise JoinError(
                 "The placeholder's loss has zero weight, but its gradients are NaN (0 times NaN) and would reach all"
-                " ranks. Either the placeholder contains a NaN, or its loss is divided by 0 unmasked items. Return"
-                " another placeholder, or divide by `max(count, 1)`."
+                " ranks. The placeholder contains a NaN, or its loss is divided by a count of 0. Return another"
+                " placeholder, or divide by `max(count, 1)`."
             )
         return finite(gradient) if not self.joined and self.factor == 0 else None
 
@@ -296,7 +296,10 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
     if given is not None:
         return given
     if not isinstance(root, Tensor):
-        raise UnsupportedError("A backward from a GradientEdge, with placeholder=: pass a gradient, or use the tensor.")
+        raise UnsupportedError(
+            "With placeholder=, a backward from a GradientEdge needs an explicit gradient. Pass one, or call backward"
+            " on the tensor."
+        )
     if root.numel() != 1:
         return None  # torch raises
     return torch.full_like(root, factor)
@@ -305,7 +308,7 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
 def _ahead(step: int) -> JoinError:
     return JoinError(
         f"The batch of step {step} was requested before the backward of the previous step, usually by a prefetcher"
-        " around the loop, so it is unclear what the loss counts. Put the prefetcher inside:"
+        " around the loop, so Join cannot tell which batch the loss belongs to. Put the prefetcher inside:"
         " join.batches(prefetcher(loader)). Request the next batch after the backward."
     )
 

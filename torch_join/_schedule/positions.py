@@ -105,8 +105,9 @@ class Position:
             if place is not None:
                 if differs := differs_from(loader, self._size, place):
                     JoinDataWarning.warn(
-                        f"The state was written after a loop over a different loader than this {type(loader).__name__}"
-                        f" ({differs}), whose order may be another one than without the interruption.{advice}"
+                        "The state was written after a loop over a different loader than this"
+                        f" {type(loader).__name__} ({differs}), so the order may differ from an uninterrupted"
+                        f" run.{advice}"
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)
@@ -202,9 +203,9 @@ class Position:
             state = None
         if (state is not None) != self._stateful:
             raise JoinValueError(
-                f"A loop is to resume {'with' if state is not None else 'without'} a state of this rank's loader, but"
-                f" the {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with the"
-                " kind of loader that was used when the state was written."
+                f"The state has {'with' if state is not None else 'without'} position of a loader, but this"
+                f" {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with the kind"
+                " of loader that was used when the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
         # Other loaders are read up to the last batch: a stream may count its passes, a sampler may draw at its end.
@@ -317,9 +318,10 @@ def dealt_among(
         return [{**first, "state": None} if is_dealt else None] * world
     if not is_dealt:
         raise JoinValueError(
-            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. Only a"
-            " sampler that gives all ranks parts of one order, such as DistributedSampler, can distribute the rest;"
-            f" here some rank has its own data. Resume with {len(places)} ranks, or from a state written after a loop."
+            f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. Here"
+            " some rank has its own data; only a sampler that splits one order among all ranks, such as"
+            f" DistributedSampler, can redistribute the rest. Resume with {len(places)} ranks, or from a state"
+            " written after a loop."
         )
     taken = [place["taken"] - place["start"] for place in places if place is not None]
     deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]

@@ -138,8 +138,8 @@ class Rebalancer:
         batches = self._source.reserve(is_own + len(receivers))
         if len(batches) < is_own + len(receivers):
             raise JoinValueError(
-                f"The loader of rank {self._channel.global_ranks[me]} ended before the length it had reported, and"
-                " other ranks rely on that length: its sampler yields fewer than its __len__ says. Correct the sampler,"
+                f"The loader of rank {self._channel.global_ranks[me]} ended before its reported length, on which"
+                " other ranks rely, because its sampler yields fewer items than its __len__ returns. Fix the sampler,"
                 " or train without rebalance=True."
             )
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):

@@ -142,10 +142,10 @@ def begin_anew(loaders: Sequence[Any], epochs: Sequence[Any]) -> None:
             forget_states([loader])
         else:
             raise UnsupportedError(
-                f"The {type(loader.dataset).__name__} of a train dataloader was resumed in the middle of an epoch, and"
-                f" would start there in the next epoch too, since its own epoch is still {now}. Call the dataset's"
-                " `set_epoch(epoch)` before each epoch (in Lightning, in `on_train_start` and `on_train_epoch_start`),"
-                " or resume from the end of an epoch."
+                f"The {type(loader.dataset).__name__} of a train dataloader was resumed in the middle of an epoch,"
+                f" and would start there again in the next epoch, because its epoch is still {now}. Call the"
+                " dataset's `set_epoch(epoch)` before each epoch (in Lightning, in `on_train_start` and"
+                " `on_train_epoch_start`), or resume from the end of an epoch."
             )
 
 
@@ -177,22 +177,22 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
         raise UnsupportedError(
-            f"The position in a {name} with in_order=False is unknown: nothing records which samples it has yielded."
-            " Use in_order=True."
+            f"The position in a {name} with in_order=False is unknown, because PyTorch does not record which samples"
+            " it has yielded. Use in_order=True."
         )
     if not stateful and isinstance(loader, Iterator):
         raise UnsupportedError(
-            f"The position in a {name} is unknown: it is an iterator, which can be read once, and what its order is"
-            " drawn from is unknown. Loop over an object that has the loaders as attributes and an `__iter__` that"
+            f"The position in a {name} is unknown: it is an iterator, which can be read only once and hides the"
+            " source of its order. Loop over an object that has the loaders as attributes and an `__iter__` that"
             " reads them."
         )
     in_worker = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
     draws = [part for part, thing in parts if part.startswith("loader.dataset") and not hasattr(thing, "set_epoch")]
     if in_worker and draws and not stateful and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
-            f"The position in a {name} with persistent workers is unknown, over a stream whose order is drawn from"
-            f" {draws[0]}: each worker has a copy of that, which continues from epoch to epoch. Use"
-            " persistent_workers=False, or derive the order from an epoch that the dataset gets through `set_epoch`."
+            f"The position in a {name} with persistent workers is unknown: the stream's order is drawn from"
+            f" {draws[0]}, and each worker's copy of it continues from epoch to epoch. Use persistent_workers=False,"
+            " or derive the order from the epoch in the dataset's `set_epoch`."
         )
 
 
@@ -209,8 +209,8 @@ def seed_of(part: Any) -> int | str | None:
         if getattr(held.get("f"), "__name__", "") == "_shuffle":
             if held["kw"].get("seed") is None and held["kw"].get("rng") is None:
                 raise UnsupportedError(
-                    "The position in a WebDataset that shuffles without a seed is unknown: its order is drawn from the"
-                    " clock. Give it a seed, the same in each job: `.shuffle(size, seed=...)`, or `WebDataset(...,"
+                    "The position in a WebDataset that shuffles without a seed is unknown: its order is drawn from"
+                    " the clock. Pass a seed, the same in each job: `.shuffle(size, seed=...)`, or `WebDataset(...,"
                     " shardshuffle=..., seed=...)`."
                 )
             held = held["kw"]

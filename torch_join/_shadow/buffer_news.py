@@ -93,7 +93,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         return model.get_submodule(path), own
     except AttributeError:
         raise UnsupportedError(
-            f"Ranks with a batch have registered the buffer {name!r} in a module created in the loop. A rank without a"
-            " batch has no such buffer, and DDP broadcasts it before the next forward. Create all modules before the"
-            " loop, or use forward_sync_buffers=False."
+            f"Active ranks registered the buffer {name!r} in a module created in the loop. Finished ranks do not have"
+            " this buffer, which DDP broadcasts before the next forward. Create all modules before the loop, or use"
+            " forward_sync_buffers=False."
         ) from None

@@ -102,7 +102,7 @@ class FirstIteration:
         if times > 1:
             raise UnsupportedError(
                 f"A parameter of shape {tuple(parameter.shape)} receives {times} gradients per backward under"
-                " static_graph=True (as with reentrant activation checkpointing), which a rank without a batch cannot"
+                " static_graph=True (as with reentrant activation checkpointing), which a finished rank cannot"
                 " repeat. Use checkpointing with use_reentrant=False, or static_graph=False."
             )
         return times == 1

@@ -56,9 +56,9 @@ def noticed(
     def added(*_: Any) -> None:
         if not came and matters():
             raise UnsupportedError(
-                f"torch {torch.__version__} lost the hooks with which Join weights and follows a gradient: a checkpoint"
-                " has rerun an autograd function that saves the parameter, as SyncBatchNorm does. Use a newer torch,"
-                " checkpoint(..., use_reentrant=True), or no checkpoint there."
+                f"torch {torch.__version__} lost the hooks with which Join weights and tracks a gradient, because a"
+                " checkpoint reran an autograd function that saves the parameter, such as SyncBatchNorm. Use a newer"
+                " torch, checkpoint(..., use_reentrant=True), or no checkpoint there."
             )
         came.clear()
 

@@ -51,7 +51,9 @@ class ModelShadow:
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
         if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
-            raise UnsupportedError(f"DistributedDataParallel with {feature} cannot train on uneven inputs yet.")
+            raise UnsupportedError(
+                f"DistributedDataParallel with {feature} cannot train on uneven inputs yet. Turn it off."
+            )
         self.ddp = ddp
         self.accumulated = False
         self._placeholder = _PlaceholderModule()  # one for all steps
@@ -147,8 +149,8 @@ class ModelShadow:
         """
         if self.first.is_now:
             raise UnsupportedError(
-                "A step without a loss cannot be the first one under static_graph=True, since that step decides which"
-                " parameters take part in all later steps. Return a loss, or use static_graph=False."
+                "The first step under static_graph=True had no loss, but that step decides which parameters take part"
+                " in all later steps. Return a loss, or use static_graph=False."
             )
         return self.zero()
 

@@ -107,9 +107,10 @@ class Agreement:
         names = self._channel.global_ranks
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
-            "The active ranks do different things in the tail of a loop, so their collectives do not match:"
-            f" {_places(words)}. All ranks must run the same forwards, backwards and collectives in a step; also"
-            " Accelerate's save_state, with sharded models, save_on_each_node or automatic_checkpoint_naming."
+            "The active ranks ran different operations in the tail of a loop, so their collectives do not match:"
+            f" {_places(words)}. Run the same forwards, backwards and collectives in each step on all ranks. The same"
+            " applies to Accelerate's save_state, with sharded models, save_on_each_node or"
+            " automatic_checkpoint_naming."
         )
 
 
@@ -130,15 +131,16 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
     if len({tuple(word) for word in words.values()}) < 2:
         return None
     return JoinError(
-        f"A collective failed while the active ranks were in different places of the tail: {_places(words)}. Usual"
-        " causes: a collective that only some ranks issue, a `break` at different steps (which needs may_break=True),"
-        " or a rank that takes longer than the process group's timeout."
+        "A collective failed while the active ranks were at different operations in the tail of a loop:"
+        f" {_places(words)}. Usual causes: a collective that only some ranks issue, a `break` at different steps"
+        " (which needs may_break=True), or a rank that takes longer than the process group's timeout."
     )
 
 
 def _places(words: dict[int, tuple[int, int, str]]) -> str:
     return "; ".join(
-        f"rank {rank} had announced {count}, the last: {last or 'nothing'}" for rank, (_, count, last) in words.items()
+        f"rank {rank} had announced {count} operations, the last of them {last or 'nothing'}"
+        for rank, (_, count, last) in words.items()
     )
 
 
@@ -146,6 +148,6 @@ def explain_counts(synced: dict[int, list[int]]) -> str:
     """Return the error text for ranks that sync at different steps, from each rank's synced backwards by model."""
     counts = ", ".join(f"rank {rank}: {' and '.join(map(str, by_model))}" for rank, by_model in sorted(synced.items()))
     return (
-        f"The ranks have run different numbers of synced backwards ({counts}), by model. A usual cause is a sync at"
-        " each rank's own last batch (`if i + 1 == len(loader)`): sync in the same steps on all ranks."
+        f"The ranks ran different numbers of synced backwards, by model ({counts}). Usually each rank syncs at its"
+        " own last batch (`if i + 1 == len(loader)`). Sync in the same steps on all ranks."
     )

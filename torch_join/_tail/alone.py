@@ -30,8 +30,8 @@ class AloneDriver(LoopDriver):
         super().__init__(objects, options, group)
         if options.monitor is not None and self.members.world_size > 1:
             raise JoinValueError(
-                "monitor= cannot be combined with enable=False: the ranks do not communicate, so none knows how uneven"
-                " the inputs are. Remove monitor=."
+                "monitor= cannot be combined with enable=False: the ranks do not communicate, so they cannot compare"
+                " their inputs. Remove monitor=."
             )
         self.rebalancing.enabled = False
         self.named = NamedLoops(0, 1)

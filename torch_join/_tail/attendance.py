@@ -219,9 +219,9 @@ class Attendance(Driver):
         if not self._steps_elsewhere:
             return
         raise JoinError(
-            f"Rank {self.members.name} iterates over join.batches in a different thread than its steps, as a background"
-            f" prefetcher does, and {name_ranks(self.members.joined_names)} ran out of batches, so it is unclear which"
-            " step a batch is for. Put the thread inside: `join.batches(prefetcher(loader))`."
+            f"Rank {self.members.name} iterates over join.batches in a different thread than its steps, like a"
+            f" background prefetcher, and {name_ranks(self.members.joined_names)} finished, so Join cannot tell which"
+            " step a batch is for. Put the prefetcher inside: `join.batches(prefetcher(loader))`."
         )
 
     # ------------------------------------------------------------ the end of a loop
@@ -341,13 +341,14 @@ class Attendance(Driver):
     def _begin_plain_step(self, count: float) -> None:
         if self.rebalancing.enabled:
             raise JoinValueError(
-                "rebalance=True needs a loop over join.batches, but this forward is outside one: in a plain `for` this"
-                " rank cannot receive batches from others. Write `for batch in join.batches(loader)`."
+                "rebalance=True needs a loop over join.batches, but this forward ran outside such a loop. In a plain"
+                " `for`, this rank cannot receive batches from other ranks. Write `for batch in"
+                " join.batches(loader)`."
             )
         if self.options.monitor is not None and not self.loops:
             raise JoinValueError(
-                "monitor= needs a loop over join.batches, but this forward is outside one: in a plain `for` it is"
-                " unknown where an epoch starts and ends. Write `for batch in join.batches(loader)`."
+                "monitor= needs a loop over join.batches, but this forward ran outside such a loop. In a plain `for`,"
+                " Join cannot tell where an epoch starts and ends. Write `for batch in join.batches(loader)`."
             )
         self.step.meet()
         self.place = Place.PLAIN

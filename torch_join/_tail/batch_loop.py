@@ -150,8 +150,8 @@ class BatchLoop:
         if self.first > 0 and rebalances != (plan is not None) and not (plan or {}).get("is_new", False):
             now, then = ("with", "without") if rebalances else ("without", "with")
             raise JoinValueError(
-                f"A loop {now} rebalance=True was resumed from a state that was written {then} it, which counts steps"
-                f" differently. Resume {then} it, or from a state written after a loop."
+                f"A loop {now} rebalance=True was resumed from a state that was written {then} rebalance=True, which"
+                f" counts steps differently. Resume {then} rebalance=True, or from a state written after a loop."
             )
         if driver.rebalancing.enabled:
             planned = Planned(driver.step, driver.rebalancing, log, plan)

@@ -218,7 +218,10 @@ class LoopDriver(Attendance):
         """See `Join.weigh`."""
         if self.placeholders is not None:
             return self.placeholders.weigh(value)
-        raise JoinError("join.weigh() is for loops with placeholder=. In other loops Join weights the gradients.")
+        raise JoinError(
+            "join.weigh() was called in a loop without placeholder=, where Join weights the gradients itself. Remove"
+            " the call."
+        )
 
     def check_rows(self, rows: Any) -> None:
         """Raise if rows for `gather` include rows of placeholders from the loops that have ended.
@@ -230,9 +233,9 @@ class LoopDriver(Attendance):
         if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self.own_taken:
             with self.telling:
                 raise JoinValueError(
-                    f"Rank {self.members.name} passed the rows of {len(rows)} steps but had {self.own_taken} batches:"
-                    " rows of placeholders are among them. Append the results of a step only `if not join.joined`, or"
-                    " pass indices, each of which counts once."
+                    f"Rank {self.members.name} passed the rows of {len(rows)} steps but had only {self.own_taken}"
+                    " batches, so the rows include results of placeholders. Append a step's results only `if not"
+                    " join.joined`, or pass indices, each of which counts once."
                 )
 
     def find_last_step(self) -> bool:
@@ -272,9 +275,7 @@ class LoopDriver(Attendance):
         """See `Join.load_state_dict`."""
         if self.in_loop:
             with self.telling:
-                raise JoinError(
-                    "join.load_state_dict() was called in a loop. Call it before the loop that is to resume."
-                )
+                raise JoinError("join.load_state_dict() was called in a loop. Call it before the loop that resumes.")
         self.named.load(state)
         self.positions = self.named.current
 

@@ -24,18 +24,18 @@ def enter(driver: object, objects: Sequence[Any], in_loop: Callable[[], bool]) -
     for other in _entered:
         if other.driver is driver:
             raise JoinError(
-                "This Join has already been entered. Enter it again after its `with`, or create another one."
+                "This Join is already active. Enter it again after its `with` has ended, or create another Join."
             )
         shared = [thing for thing in objects if any(thing is one for one in other.objects)]
         if shared:
             raise JoinError(
-                f"{type(shared[0]).__name__} was passed to two nested Joins, and both would announce its calls. Use one"
-                " Join for everything in the loop, or one after the other."
+                f"{type(shared[0]).__name__} was passed to two nested Joins, and both would announce its calls. Use a"
+                " single Join for everything in the loop, or two Joins one after the other."
             )
         if other.in_loop():
             raise JoinError(
-                "A Join was entered inside another Join's loop, and finished ranks cannot follow: they wait for the"
-                " loop's end. Give everything to one Join around the loop."
+                "A Join was entered inside another Join's loop, which finished ranks do not run, so they would never"
+                " enter it. Pass everything to a single Join around the loop."
             )
     _entered.append(_Entered(driver, objects, in_loop))
 
@@ -45,7 +45,7 @@ def is_entered(driver: object) -> bool:
     return any(driver is other.driver for other in _entered)
 
 
-def check_entered(driver: object, what: str = "A loop over join.batches was begun") -> None:
+def check_entered(driver: object, what: str = "A loop over join.batches was started") -> None:
     """Raise if the driver's `Join` is not entered.
 
     Raises:
@@ -53,8 +53,8 @@ def check_entered(driver: object, what: str = "A loop over join.batches was begu
     """
     if not is_entered(driver):
         raise JoinError(
-            f"{what} outside its `with`, where finished ranks do not follow. Put it inside: `with Join([...]) as join:"
-            " for batch in join.batches(loader): ...`."
+            f"{what} outside its `with`, where finished ranks do not follow the others. Move it inside: `with"
+            " Join([...]) as join: for batch in join.batches(loader): ...`."
         )
 
 
@@ -66,25 +66,24 @@ def leave(driver: object) -> None:
 def nested() -> JoinError:
     """Return the error for a loop inside another loop."""
     return JoinError(
-        "A loop over join.batches was started inside another one, or while a variable (a progress bar, for example)"
-        " holds another one that was left with `break`: joined ranks cannot follow. `del` the variable, start one loop"
-        " after the other, or loop over both at once: join.batches(zip(a, b))."
+        "A loop over join.batches was started before another one had ended, so finished ranks cannot follow. If a"
+        " variable (a progress bar, for example) still holds a loop that was left with `break`, `del` the variable."
+        " Otherwise start one loop after the other, or loop over both at once: join.batches(zip(a, b))."
     )
 
 
 def left_behind() -> JoinError:
     """Return the error for a loop that continues after its end."""
     return JoinError(
-        "A loop over join.batches continued after it had been left: its `with` has ended, or another loop has started."
-        " Start a new loop."
+        "A loop over join.batches continued after its `with` had ended or another loop had started. Start a new loop."
     )
 
 
 def left_amid(rank: int, step: int) -> JoinError:
     """Return the error for a `break` after taking a batch and before the model's forward, with `may_break=True`."""
     return JoinError(
-        f"Rank {rank} left its loop at step {step}, after taking a batch and before the model's forward, when the other"
-        " ranks already rely on that forward. Break at the end of a step."
+        f"Rank {rank} left its loop at step {step}, after taking a batch but before the model's forward, on which the"
+        " other ranks already rely. Put the `break` at the end of a step."
     )
 
 
@@ -96,17 +95,17 @@ def refuse_unasked(ranks: Sequence[int]) -> None:
     """
     if ranks:
         raise JoinError(
-            f"{name_ranks(ranks).capitalize()} created an iterator over join.batches and never asked it for a batch,"
-            " although it has some, while other ranks iterate over that loop. Call next() for each batch of this rank,"
-            " or leave such loops at the same step on all ranks."
+            f"{name_ranks(ranks).capitalize()} created an iterator over join.batches, but never took any of its"
+            " batches while other ranks iterated over theirs. Call next() for each batch, or leave such loops at the"
+            " same step on all ranks."
         )
 
 
 def late_backward(rank: int) -> JoinError:
     """Return the error for a backward whose forward ran in a loop that has ended on all ranks."""
     return JoinError(
-        f"Rank {rank} runs the backward of a forward from a loop over join.batches that has ended, after some ranks"
-        " finished before others. The other ranks have gone on, so it would be averaged with later backwards. Run a"
+        f"Rank {rank} ran a backward whose forward belongs to an uneven loop over join.batches that has ended. The"
+        " other ranks have moved on, so its gradients would be averaged with those of later backwards. Run each"
         " batch's backward before you request the next batch."
     )
 
@@ -114,8 +113,8 @@ def late_backward(rank: int) -> JoinError:
 def read_ahead(rank: int) -> JoinError:
     """Return the error for a backward after the end of a loop that asked for a second batch before any forward."""
     return JoinError(
-        f"Rank {rank} runs a backward after the end of its loop over join.batches: a prefetcher requests a batch before"
-        " the model has seen the previous one, so the other ranks would miss its last batches. Put the prefetcher"
-        " inside: join.batches(prefetcher(loader)), fabric.strategy.batches(prefetcher(loader)). Any other backward"
-        " needs its own loop."
+        f"Rank {rank} ran a backward after the end of its loop over join.batches: a prefetcher requests a batch"
+        " before the model has seen the previous one, so the other ranks would miss the last batches of this rank."
+        " Put the prefetcher inside: join.batches(prefetcher(loader)), fabric.strategy.batches(prefetcher(loader))."
+        " Run any other backward in a loop of its own."
     )

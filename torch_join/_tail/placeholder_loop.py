@@ -135,8 +135,8 @@ class PlaceholderReader(Reader[Any]):
             if left := [rank for rank in everyone if result.notices.get(rank) == {}]:
                 raise JoinValueError(
                     f"{name_ranks(self._members.named(left)).capitalize()} left the loop with `break` while others"
-                    " continue, but with placeholder= each step needs all ranks. Leave it on all of them at the same"
-                    " step."
+                    " continued, but with placeholder= each step needs all ranks. Leave the loop at the same step on"
+                    " all ranks."
                 )
             active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
             is_last = all("last" in result.notices.get(rank, ()) for rank in active)
@@ -152,7 +152,7 @@ class PlaceholderReader(Reader[Any]):
             packed = None
             if self._members.rank == source:
                 form = without_rows(self._last) if self._kind == "rows" else self._last
-                packed = _objects.pack(form, "A batch that takes the place of others")
+                packed = _objects.pack(form, "A placeholder batch")
             form = _objects.broadcast(packed, source, self._members.group)
         if self._last is None:
             self._last = form
@@ -273,8 +273,8 @@ class PlaceholderLoop:
         """See `Join.weigh`."""
         if value.requires_grad:
             raise JoinError(
-                "join.weigh() got a value that requires grad, whose backward Join already weights: pass the loss to"
-                " backward() unchanged. For torch.autograd.grad, weight grad_outputs."
+                "join.weigh() got a value that requires grad, but Join already weights its backward. Call backward()"
+                " on the loss without join.weigh(); for torch.autograd.grad, weigh grad_outputs."
             )
         return weighted(value, self.losses.factor)
 
@@ -320,8 +320,8 @@ class PlaceholderLoop:
             sent = self._channel.read(key)
         if sent is None:
             JoinWarning.warn(
-                f"Rank 0, which logs, is finished, and what rank {leader} logs in step {step} is left out: only"
-                " numbers, strings, lists and tensors can be sent to rank 0."
+                f"Values that rank {leader} logged in step {step} were dropped: rank 0, which writes the log, has"
+                " finished, and only numbers, strings, lists and tensors can be sent to it. Log only such values."
             )
         return cast(T | None, sent)
 
@@ -350,8 +350,8 @@ class _LogWatch:
         if has_passed and not self._channel.posted(self._key):
             raise JoinError(
                 f"Rank 0 has finished and waits for the values that rank {self._leader} logs in step {self._number},"
-                " but that rank passed the step without logging. With placeholder=, call `log` on all ranks, the same"
-                " number of times."
+                " but that rank completed the step without logging. With placeholder=, call `log` on all ranks, the"
+                " same number of times."
             )
 
 
@@ -360,11 +360,11 @@ def _check_given(given: Sequence[Any]) -> None:
     custom = (each for each in given if isinstance(each, Joinable) and not isinstance(each, (nn.Module, Optimizer)))
     if (own := next(custom, None)) is not None:
         raise UnsupportedError(
-            f"A {type(own).__name__}, which is a Joinable, was passed to Join with placeholder=. There, every rank"
-            " makes every step and no hooks run. Leave it out, and do the work of its hooks in the step."
+            f"A {type(own).__name__}, which is a Joinable, was passed to Join with placeholder=, where every rank"
+            " runs every step and no hooks run. Do not pass it, and do the work of its hooks in the step."
         )
     if any(map(holds_metrics, given)):
         raise UnsupportedError(
-            "A metric was passed to Join with placeholder=, and would count placeholders. Leave it out, and update it"
-            " in the loop `if not join.joined`; compute() combines all ranks after the loop."
+            "A metric was passed to Join with placeholder=, where it would count placeholders. Do not pass it, and"
+            " update it only `if not join.joined`; after the loop, compute() combines all ranks."
         )

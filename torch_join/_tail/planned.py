@@ -155,6 +155,6 @@ class Planned(Schedule):
         left = members.named(rank for rank, notice in result.notices.items() if not notice)
         if 0 < len(left) < len(members.active):
             raise JoinValueError(
-                f"{name_ranks(left).capitalize()} left the loop with `break` while others continue and, with"
-                " rebalance=True, rely on its batches. Leave it on all ranks at the same step."
+                f"{name_ranks(left).capitalize()} left the loop with `break` while others continued and, with"
+                " rebalance=True, relied on its batches. Leave the loop at the same step on all ranks."
             )

@@ -45,7 +45,7 @@ class PositionExchange(Participant):
                 f"rank {rank}: {at}" for rank, at in zip(members.named(members.active), steps, strict=True)
             )
             raise JoinError(
-                f"{name} was called at different steps ({names}). All active ranks must call it at the same step."
+                f"{name} was called at different steps ({names}). Call it on all active ranks at the same step."
             )
         place = self.driver.find_place(which)  # may raise, so it comes before the announcement
         self.announce(_PLACE, which)
@@ -55,13 +55,14 @@ class PositionExchange(Participant):
         if (amid := self.driver.is_amid_window()) is False:
             return
         text = (
-            f"{name} at step {self.driver.step_number} of a loop, where rank {self.members.name} holds gradients that"
-            " its optimizer has not stepped with: it is within an accumulation window, and a state holds no gradients,"
-            " so a resumed run would lose these batches. Save after the optimizer's step, or call zero_grad() before."
+            f"{name} was called at step {self.driver.step_number} of a loop, within an accumulation window: rank"
+            f" {self.members.name} holds gradients that its optimizer has not used yet. Because states hold no"
+            " gradients, a resumed run would lose these batches. Save after the optimizer's step, or call zero_grad()"
+            " first."
         )
         if amid:
             raise JoinError(text)
-        JoinDataWarning.warn(f"This may be within an accumulation window: {text}")
+        JoinDataWarning.warn(f"If the optimizer has already used this rank's gradients, ignore this warning. {text}")
 
     def mirror(self, kind: str, payload: Any) -> None:
         cast(TailLog, self.tail_log).asked += 1
@@ -103,7 +104,7 @@ class _AbsenceWatch:
         if again := gone & self._before:
             raise JoinError(
                 f"{self._name} was called on rank {self._members.name}, but {name_ranks(self._members.named(again))}"
-                " continued without it. Call it on all active ranks at the same step, and write the file on one (`state"
-                " = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
+                " continued without the call. Call it on all active ranks at the same step, and write the file on one"
+                " of them (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
             )
         self._before = gone

@@ -47,7 +47,10 @@ class Reader(Source, Generic[T]):
         has_ended: Whether a loop with rebalanced batches is over.
     """
 
-    dealer = "A DistributedSampler", "Leave it out (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"
+    dealer = (
+        "A DistributedSampler",
+        ("Remove that sampler (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"),
+    )
     dealt_samples: int | None = None
     lead = 1
     plan: dict[str, Any] | None = None
@@ -182,7 +185,7 @@ class Windows(Generic[T]):
 
     def __init__(self, loader: Iterable[T], size: int) -> None:
         if size < 1:
-            raise JoinValueError(f"A window has 1 batch or more, not {size}.")
+            raise JoinValueError(f"A window must have at least 1 batch, not {size}.")
         self.loader, self.size = loader, size
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -313,9 +316,10 @@ class LoaderWatch:
         for rank, step in self._found.items():
             if before.get(rank) == step:
                 raise JoinError(
-                    f"The loader of rank {self._members.global_ranks[rank]} calls a collective (of torch.distributed)"
-                    f" for its batch {step} and waits for rank {self._members.name}, which has finished and never calls"
-                    " it. Move it before the loop, or into its body, where finished ranks follow it."
+                    f"The loader of rank {self._members.global_ranks[rank]} called a torch.distributed collective to"
+                    f" produce batch {step}, and waits for rank {self._members.name}, which has finished and will not"
+                    " call it. Move the collective before the loop, or into the loop's body, where finished ranks"
+                    " follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
         self._asks_at = time.monotonic() + self._pause
@@ -352,9 +356,9 @@ def refuse_position(loader: object) -> None:
     """
     if _has_position(loader):
         raise UnsupportedError(
-            f"rebalance=True reads ahead of the loop and sends batches to other ranks, but the {type(loader).__name__},"
-            " or an object it draws from, has a state_dict(): a checkpoint would miss these batches. Loop over a loader"
-            " without one; lightning_join's strategies save each rank's position."
+            f"rebalance=True reads ahead and sends batches to other ranks, but the {type(loader).__name__} (or an"
+            " object that it reads from) has a state_dict(), whose checkpoints would miss these batches. Loop over a"
+            " loader without a state_dict(); lightning_join's strategies save each rank's position."
         )
 
 

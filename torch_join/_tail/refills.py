@@ -84,8 +84,8 @@ class RefillGuard:
 
     def _error(self) -> JoinValueError:
         return JoinValueError(
-            f"The {self._name} refills the memory of one batch to make another, and "
-            + ("with rebalance=True batches are read ahead of the loop." if self.gives else "one is read ahead.")
+            f"The {self._name} reuses the memory of one batch for another, and "
+            + ("rebalance=True reads batches ahead of the loop." if self.gives else "one is read ahead.")
             + " Copy each batch in the loader (`.clone()`)"
             + (", or train without rebalance=True." if self.gives else ".")
         )

@@ -53,7 +53,7 @@ class Remarks:
         if SEEN["tails"] == 1 and self._speaks:
             finished = name_ranks(self._members.named(self._ends)).capitalize()
             have, still = "has" if len(self._ends) == 1 else "have", f"{len(active)} of {len(world)} ranks"
-            self._say(f"{finished} {have} run out of batches; {still} still have some. {self._weight(len(active))}")
+            self._say(f"{finished} {have} run out of batches; {still} still have batches. {self._weight(len(active))}")
 
     def end(self, step: int) -> None:
         """Note the end of a loop that has trained; `step` is the number of the step that would have come next."""

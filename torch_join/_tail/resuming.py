@@ -72,16 +72,17 @@ class Resuming:
         """
         if "places" not in state:
             raise JoinValueError(
-                "A loop cannot resume from this object, which neither join.state_dict() returned nor fabric.save wrote"
-                " for a dataloader under one of these strategies: it does not say where each rank was."
+                "A loop cannot resume from this object, which does not contain each rank's position. Pass the return"
+                " value of join.state_dict(), or the state that fabric.save wrote for a dataloader under one of these"
+                " strategies."
             )
         places = state["places"]
         if state["version"] == 2:
             places = [None if place is None else {**NOT_DEALT, **place} for place in places]
         elif state["version"] != VERSION:
             raise JoinValueError(
-                f"The state has version {state['version']}, and this torch_join reads version {VERSION}. Resume with"
-                " the version of torch_join that wrote it."
+                f"The state has version {state['version']}, but this torch_join reads only version {VERSION}. Resume"
+                " with the torch_join version that wrote the state."
             )
         if len(places) != self._world_size:
             places = dealt_among(places, self._world_size, state["step"], state["over"])
@@ -173,10 +174,10 @@ class NamedLoops:
         if name != self.name and loaded is not None and not loaded["over"]:
             if name in self._left_out or name not in loaded["others"]:
                 raise JoinValueError(
-                    f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'}, but {self.name!r}, in"
-                    " the middle of which the state passed to join.load_state_dict() was saved, has not been resumed."
-                    " Load the state before the epoch's first loop, and run the epoch's loops under the same names in"
-                    " the same order."
+                    f"The loop {name!r} {'begins again' if name in self._left_out else 'begins'} before {self.name!r}"
+                    " was resumed, in the middle of which the state passed to join.load_state_dict() was saved. Load"
+                    " the state before the epoch's first loop, and run the epoch's loops under the same names in the"
+                    " same order."
                 )
             self._left_out.add(name)
             return True
@@ -205,13 +206,14 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
     if len({*loops}) > 1:
         said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
         raise JoinValueError(
-            f"The ranks start loops with different names ({said}). Start the same loops in the same order."
+            f"The ranks started loops with different names ({said}). Start the same loops in the same order on all"
+            " ranks."
         )
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
         at = {-1: "at none", OVER: "past its end"}
         said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
-            "A loop would resume at different steps, according to the states passed to join.load_state_dict()"
-            f" ({said}). All ranks must load the same state, before the same loop."
+            "The ranks would resume a loop at different steps, because they passed different states to"
+            f" join.load_state_dict() ({said}). Load the same state on all ranks, before the same loop."
         )

@@ -139,6 +139,6 @@ def wrong_length(rank: int, length: int, step: int, goes_on: bool) -> JoinValueE
     """Return the error for a loader whose length, taken as certain, proves wrong at a step."""
     does = "goes on after that" if goes_on else f"ended after {step} batches"
     return JoinValueError(
-        f"The loader of rank {rank} reported the length {length} and {does}, which the other ranks cannot know in time."
-        " Correct its sampler, do not change it in the loop, or use Join(..., may_break=True)."
+        f"The loader of rank {rank} reported the length {length} but {does}, which the other ranks cannot detect in"
+        " time. Fix its sampler, do not change the sampler in the loop, or use Join(..., may_break=True)."
     )

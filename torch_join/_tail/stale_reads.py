@@ -55,8 +55,9 @@ class StaleReads:
         """Warn about any read, and forget it; called if other ranks have continued without this one."""
         if self._read is not None:
             JoinDriftWarning.warn(
-                f"Rank {rank} read the state of {self._read} after its last batch from join.batches and before the"
-                " other ranks had finished. It is the state of that step, so a checkpoint of it would be outdated. Read"
-                " it after a `for` over join.batches, or after the `with`. (If you want that, ignore this.)"
+                f"Rank {rank} read the state of {self._read} after its last batch from join.batches but before the"
+                " other ranks had finished, so a checkpoint of that state would be outdated. Read the state after a"
+                " `for` over join.batches, or after the `with`. (Ignore this warning if you want the state of that"
+                " step.)"
             )
         self.forget()

@@ -257,7 +257,10 @@ class Tail:
         if any(names != everyone[0] for names in everyone):
             words = zip(self.tail_log.channel.global_ranks, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
-            raise JoinValueError(f"All ranks must pass Join the same joinables in the same order, but passed {given}.")
+            raise JoinValueError(
+                f"The ranks passed different joinables to Join: {given}. Pass the same joinables in the same order on"
+                " all ranks."
+            )
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:
         """Raise for a collective in backward that would give wrong results or wait forever."""
@@ -267,16 +270,16 @@ class Tail:
         if not is_ddps and members.count is not None:
             if not all(isinstance(model, ModelParticipant) for model in self.tail_log.models()):
                 raise UnsupportedError(
-                    f"A collective in backward of a sharded model under {name_of(members.weighting)}: gradients are"
-                    " weighted when they reach the parameters, where those of other ranks are already mixed in. Use"
-                    " weighting='world' with a loss that weights samples itself, or a collective on detached tensors in"
-                    " the forward pass."
+                    f"The backward of a sharded model called a collective under {name_of(members.weighting)}."
+                    " Gradients are weighted only when they reach the parameters, where those of other ranks are"
+                    " already mixed in. Use weighting='world' with a loss that weights samples itself, or call the"
+                    " collective on detached tensors in the forward."
                 )
             if members.loss_factor == 0:
                 raise UnsupportedError(
-                    f"A batch that is empty, or counts 0, under {name_of(members.weighting)}, with a collective in"
-                    " backward: other ranks' gradients through this batch would be multiplied by zero. Remove such"
-                    " batches, or use weighting='active'."
+                    f"The backward of a batch that is empty or counts 0 under {name_of(members.weighting)} called a"
+                    " collective, so other ranks' gradients through this batch would be multiplied by zero. Remove"
+                    " such batches, or use weighting='active'."
                 )
         if not (is_ddps and members.announces) or any(model.in_backward for model in self.tail_log.models()):
             return

@@ -341,8 +341,8 @@ class TailLog(Announcer):
         if kind != _records.COLLECTIVE or payload.operation != call.operation:
             found = payload.operation if kind == _records.COLLECTIVE else kind
             raise JoinError(
-                f"A main hook on rank {self.members.name} issued {call.operation}, where the active ranks announced"
-                f" {found}. A main hook must issue the collectives of its joinable's step, in the same order."
+                f"A main hook on rank {self.members.name} issued {call.operation}, but the active ranks announced"
+                f" {found}. Issue the collectives of the joinable's step in its main hook, in the same order."
             )
 
     # ------------------------------------------------------------ collectives, and checks

@@ -145,9 +145,10 @@ class Unit(Protocol):
 def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
     """Return the error of a joined rank whose unit is in another state than on the active ranks."""
     return JoinError(
-        f"The parameters of {name or 'the root module'} are {mine} on this rank, which has joined, and {theirs} on the"
-        " active ranks. If one rank gathered or resharded them (a forward, unshard(), summon_full_params()), do it on"
-        " all ranks, before the loop. With reshard_after_forward=<int>, request the next batch after the backward."
+        f"The parameters of {name or 'the root module'} are {mine} on this finished rank but {theirs} on the active"
+        " ranks. If your code gathers or reshards them on one rank (a forward, unshard(), summon_full_params()), do"
+        " it on all ranks, before the loop. With reshard_after_forward=<int>, request the next batch after the"
+        " backward."
     )
 
 

@@ -20,8 +20,8 @@ def is_first_generation(model: nn.Module) -> bool:
     first = any(isinstance(module, _compat.FullyShardedDataParallel) for module in model.modules())
     if first and any(isinstance(module, _compat.FSDPModule) for module in model.modules()):
         raise UnsupportedError(
-            f"{type(model).__name__} is sharded by FullyShardedDataParallel in one part and by fully_shard in another,"
-            " and the two clip and save differently. Use one of them, preferably fully_shard, for the whole model."
+            f"{type(model).__name__} is sharded by FullyShardedDataParallel in one part and by fully_shard in"
+            " another, which clip and save differently. Use only one, preferably fully_shard, for the whole model."
         )
     return first
 
@@ -44,8 +44,8 @@ def units_of(model: nn.Module) -> list[Unit]:
         elif isinstance(module, _compat.FullyShardedDataParallel) and module._handle is not None:
             if not module._handle.uses_sharded_strategy and module._handle.world_size > 1:  # FSDP sets it for one rank
                 raise UnsupportedError(
-                    f"{name or 'The model'} is a FullyShardedDataParallel under NO_SHARD, which torch has deprecated."
-                    " Use DistributedDataParallel, which shards as little."
+                    f"{name or 'The model'} is a FullyShardedDataParallel with NO_SHARD, which PyTorch has"
+                    " deprecated. Use DistributedDataParallel, which does not shard either."
                 )
             if id(module._handle) not in seen:
                 units.append(FlatParamUnit(module, name, init))
@@ -55,7 +55,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         if parameter.requires_grad and id(parameter) not in known:
             raise UnsupportedError(
                 f"{name} is trained but not sharded by FSDP (ignored_params, a module outside it), so its gradient is"
-                " never averaged. Shard it, freeze it, or wrap it in DistributedDataParallel. If it is an expert that"
-                ' only this rank has, use Join(..., placeholder="last"): see docs/spread.md.'
+                " never averaged. Shard, freeze or wrap it in DistributedDataParallel; if it is an expert that only"
+                ' this rank has, use Join(..., placeholder="last"): see docs/spread.md.'
             )
     return units
