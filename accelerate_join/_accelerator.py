@@ -100,8 +100,8 @@ class _InContext:
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         raise JoinError(
             "A model was prepared inside join_uneven_inputs or a loop over join_batches, which is too late for it to"
-            " join. Prepare all models before that. If a variable still holds the iterator of an earlier loop, that"
-            " loop has not ended: `del` the variable."
+            " take part. Prepare all models first. If a variable still holds the iterator of an earlier loop, `del`"
+            " it, because that loop has not ended."
         )
 
     @_after_the_loop
@@ -116,8 +116,8 @@ class _InContext:
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> Any:
         raise UnsupportedError(
-            "trigger_sync_in_backward synchronizes a model in a backward whose forward ran under no_sync, and joined"
-            " ranks cannot follow that. Run the last forward of an accumulation window outside no_sync, as"
+            "trigger_sync_in_backward synchronizes a model in a backward whose forward ran under no_sync, which"
+            " finished ranks cannot follow. Run the last forward of an accumulation window outside no_sync, as"
             " accelerator.accumulate does."
         )
 
@@ -190,7 +190,7 @@ def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) 
 
 def _refuse_local_sgd(*_: Any) -> None:
     raise UnsupportedError(
-        "LocalSGD averages parameters every few steps, so a rank that runs out of batches would lose its steps since"
-        " the last average. Give all ranks the same number of batches, or let DistributedDataParallel average the"
+        "LocalSGD averages parameters every few steps, so a finished rank would lose its steps since the last"
+        " average. Give all ranks the same number of batches, or use DistributedDataParallel, which averages"
         " gradients in each step."
     )

@@ -63,15 +63,15 @@ def check_resizes(trainer: Any, has_other_ranks: bool) -> None:
     """
     if not (hasattr(hf.Trainer, "_run_epoch") and hasattr(hf.Trainer, "_init_training_state")):
         raise UnsupportedError(
-            "The checkpoint contains epochs with a different number of steps, and transformers"
-            f" {transformers.__version__} counts them all as if they had this job's number. Use transformers 5, resume"
-            " with the same ranks and data, or set ignore_data_skip=True."
+            "The checkpoint contains epochs with a different number of steps, but transformers"
+            f" {transformers.__version__} assumes that all of them had this job's number of steps. Use transformers"
+            " 5, resume with the same ranks and data, or set ignore_data_skip=True."
         )
     if has_other_ranks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise UnsupportedError(
             "The checkpoint of a sharded model was written in the middle of an epoch by a different number of ranks."
-            " Trainer has not been tested with this. Resume with the same number of ranks, or from a checkpoint written"
-            " at the end of an epoch."
+            " This is untested with Trainer. Resume with the same number of ranks, or from a checkpoint written at"
+            " the end of an epoch."
         )
 
 

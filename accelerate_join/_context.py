@@ -96,9 +96,9 @@ def _context(
     if callable(options.get("weighting")) and accelerator.gradient_accumulation_steps > 1:
         raise UnsupportedError(
             "A weighting function cannot be used with gradient_accumulation_steps > 1: it would weight each batch by"
-            " its own count, not by the window's. Set it to 1 and use `for window in"
-            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but the"
-            " last."
+            " its own count, not by the window's count. Set gradient_accumulation_steps=1 and use `for window in"
+            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but"
+            " the last."
         )
     context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)
@@ -178,8 +178,8 @@ def join_batches(
     """
     if own_shards and is_prepared(loader) and deals_out(cast(Any, loader)):
         raise JoinValueError(
-            "join_batches(loader, own_shards=True) got a loader that accelerator.prepare has split among the processes."
-            " Pass own_shards=True to prepare too, or do not prepare the loader."
+            "join_batches(loader, own_shards=True) got a loader that accelerator.prepare has already split among the"
+            " processes. Pass own_shards=True to prepare too, or do not prepare the loader."
         )
     return own_loops.Loop(
         accelerator,
@@ -342,8 +342,8 @@ class AcceleratorContext:
         given = [unwrap(thing) for thing in given]
         if any(map(is_prepared, [*given, *_compat.registered(accelerator)])):
             raise JoinTypeError(
-                "A loader is in the list of joinables, which takes models, optimizers and other objects that are the"
-                " same on all processes. Leave the loader out and iterate over it in the context: `for batch in"
+                "The list of joinables contains a loader, but takes only objects that are the same on all processes,"
+                " such as models and optimizers. Remove the loader and iterate over it in the context: `for batch in"
                 " loader`. To save its position on each process, register it with accelerate_join.Accelerator."
             )
         prepared = prepared_by(accelerator, given) if enable else []
@@ -403,8 +403,8 @@ class AcceleratorContext:
         """Warn, on a process that ran out early, that its epochs did not coincide with those of the other processes."""
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
-                f"Rank {self._driver.members.name} finished before others, and had iterated over a DataLoader that"
-                " Accelerate has not prepared more than once in join_uneven_inputs, so the ranks were in different"
-                " epochs. Loop over `join.batches(loader)`, or over accelerator.join_batches(loader) without the"
-                " `with`; or use a `with` for each epoch."
+                f"Rank {self._driver.members.name} finished before others, so the ranks were in different epochs: in"
+                " one join_uneven_inputs, the loop ran several times over a DataLoader that Accelerate has not"
+                " prepared. Loop over `join.batches(loader)`, or over accelerator.join_batches(loader) without the"
+                " `with`, or use one `with` per epoch."
             )

@@ -63,7 +63,7 @@ class PreparedReader(Reader[Any]):
     """
 
     _gives: Reader[Any] | None = None  # reads this rank's own batches, if other ranks may train on them
-    dealer = DEALER, "Do not prepare these, and loop over join_batches(loader)"
+    dealer = DEALER, "Do not prepare these loaders, and loop over join_batches(loader)"
 
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
         self.prepared, self.dealt_samples = loader, dealt_samples(loader)
@@ -95,8 +95,8 @@ class PreparedReader(Reader[Any]):
 
     def place(self) -> LoaderPlace:
         raise UnsupportedError(
-            "join.state_dict() was called in a loop over a loader that Accelerate has prepared, whose position only"
-            " Accelerate knows. Use accelerator.save_state and load_state, or iterate over your own loader with"
+            "join.state_dict() was called in a loop over a loader that Accelerate has prepared, whose position Join"
+            " does not track. Use accelerator.save_state and load_state, or iterate over an unprepared loader with"
             " `join.batches(loader)`."
         )
 
@@ -125,7 +125,8 @@ class PreparedReader(Reader[Any]):
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
                 "rebalance=True cannot be combined with a loader that skips the first batches of an iterable dataset:"
-                " it would skip batches that other ranks send. Start the dataset at the place where training resumes."
+                " it would skip batches that other ranks send. Start the dataset at the position where training"
+                " resumes."
             )
         # Batches are taken before Accelerate places them on a device, and returned when it reads the next one.
         self._iterator = self._own
@@ -303,10 +304,10 @@ def even_batches_set(accelerator: accelerate.Accelerator, value: bool | None) ->
                     stack.enter_context(setting(shard, even_batches=value))
             if any(isinstance(loader.dataset, IterableDataset) or _dispatches(loader) for loader in loaders):
                 JoinDataWarning.warn(
-                    "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were"
-                    " iterable, or are dispatched from the main process: these repeat samples to fill their last"
-                    " batches. To train on each sample once, give each process its own part of the stream, unprepared."
-                    " To ignore this, pass even_batches=None."
+                    "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given"
+                    " were iterable, or are dispatched from the main process, so they repeat samples to fill their"
+                    " last batches. To train on each sample once, give each process its own part of the stream,"
+                    " unprepared. To silence this warning, pass even_batches=None."
                 )
         yield
 
@@ -415,9 +416,9 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
     if isinstance(sampler, DistributedSampler) and min(sampler.num_replicas, processes) > 1:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which already gives this process 1 of"
-            f" {sampler.num_replicas} samples. Accelerate splits these among {processes} processes again, so most"
-            " samples would never be used. Remove this sampler, or iterate over join_batches(loader) without preparing"
-            " it."
+            f" every {sampler.num_replicas} samples. Accelerate would split these again among {processes} processes,"
+            " so most samples would never be used. Remove this sampler, or iterate over join_batches(loader) without"
+            " preparing it."
         )
 
 

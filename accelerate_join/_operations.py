@@ -117,8 +117,9 @@ class Operations(ActiveOperations, Participant):
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
             JoinDataWarning.warn(
-                f"save_state at step {self.driver.step_number}, within an accumulation window: Accelerate's checkpoints"
-                " hold no gradients, so a resumed run loses these batches. Save after the optimizer's step."
+                f"save_state was called at step {self.driver.step_number}, within an accumulation window."
+                " Accelerate's checkpoints hold no gradients, so a resumed run loses the window's batches. Save after"
+                " the optimizer's step."
             )
         when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
         is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()
@@ -160,9 +161,9 @@ class Operations(ActiveOperations, Participant):
         """
         if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(
-                "get_state_dict of a sharded model returns the state only on the main process (rank 0), which has run"
-                " out of batches. Call save_model or save_state, in which it takes part, or get_state_dict after the"
-                " loop."
+                "get_state_dict of a sharded model returns the state only on the main process (rank 0), which has"
+                " finished. Call save_model or save_state, in which rank 0 takes part, or call get_state_dict after"
+                " the loop."
             )
         return self._call_with(model, "get_state_dict", args, kwargs)
 
@@ -173,8 +174,8 @@ class Operations(ActiveOperations, Participant):
         place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
         if place is None:
             raise JoinError(
-                f"{name} was called with a sharded {type(model).__name__} that accelerator.prepare did not return, so a"
-                " joined rank cannot identify the model. Pass the prepared model."
+                f"{name} was called with a sharded {type(model).__name__} that accelerator.prepare did not return, so"
+                " finished ranks cannot identify the model. Pass the prepared model."
             )
         with self._together(_CALL, (name, place, args, kwargs)):
             return self._call(name, (model, *args), kwargs)
@@ -205,7 +206,7 @@ class Operations(ActiveOperations, Participant):
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in _CALLED:
-            raise JoinError(f"A rank that has joined was told to call {name[:60]!r}, which no rank announces.")
+            raise JoinError(f"A finished rank received a call to {name[:60]!r}, which active ranks never announce.")
         loads = name == "load_state"
         with _positions.loaded(self._accelerator, kwargs.get("load_kwargs")) if loads else nullcontext():
             return getattr(self._type, name)(self._accelerator, *args, **kwargs)
@@ -238,10 +239,10 @@ class Operations(ActiveOperations, Participant):
         if for_metrics and not self._has_warned:
             self._has_warned = True
             JoinDataWarning.warn(
-                f"Rank {self.members.rank} has finished, and does not see what the other ranks gather for metrics in"
-                " this loop. A metric that it computes itself lacks these samples; rank 0 has all of them if Accelerate"
-                " sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on each rank and"
-                " reduce after the loop."
+                f"Rank {self.members.rank} has finished, so it does not receive the samples that the other ranks"
+                " gather for metrics in this loop, and its own metric lacks them. Rank 0 has all samples if"
+                " Accelerate sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on"
+                " each rank and reduce after the loop."
             )
 
 

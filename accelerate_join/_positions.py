@@ -86,8 +86,8 @@ def going_through(
     waiting = getattr(loader.base_dataloader, "next_iter_state", None) or {}
     if waiting.get(_MARK, 1) > 1 and not deals_out(loader):
         raise JoinError(
-            "accelerator.load_state was called before join_uneven_inputs, so all processes got the loader position of"
-            " one process. Use accelerate_join.Accelerator, or call load_state inside the context, where each process"
+            "accelerator.load_state was called before join_uneven_inputs, so all processes got one process's loader"
+            " position. Use accelerate_join.Accelerator, or call load_state inside the context, where each process"
             " gets its own position."
         )
     known = known_as(loader, _compat.loaders(accelerator))
@@ -97,8 +97,9 @@ def going_through(
     deals, before, is_at_end = place["deals"] if resumed else [], skipped_in(loader), place["has_no_rest"]
     if place.get("is_new") and before and accelerator.is_main_process:
         JoinDataWarning.warn(
-            f"skip_first_batches({before}) repeats what load_state did: another number of processes wrote the"
-            " checkpoint, and the loader resumes with the batches that they left. Batches are counted from 0 here."
+            f"skip_first_batches({before}) skips batches again: load_state has already moved the loader to the"
+            " remaining batches, because a different number of processes wrote the checkpoint. Remove"
+            " skip_first_batches, or count from the first remaining batch."
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]
@@ -271,14 +272,14 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
         if accelerator.distributed_type is DistributedType.NO and any(p and p["amid"] for p in newest["places"]):
             raise UnsupportedError(
                 f"The checkpoint was written in the middle of an epoch by {newest['world_size']} processes. To resume"
-                " it with one process, start that process with a launcher (torchrun --nproc-per-node 1). Or resume from"
-                " a checkpoint of an epoch's end."
+                " with one process, start it with a launcher (torchrun --nproc-per-node 1), or resume from a"
+                " checkpoint written at the end of an epoch."
             )
         if not any(newest["places"]):
             JoinDataWarning.warn(
-                f"The checkpoint was written by {newest['world_size']} processes, and does not say where they were in"
-                " their loaders. If that was in the middle of an epoch, what this job of another number of processes"
-                " skips is not what was trained on. Resume from a checkpoint of an epoch's end."
+                f"The checkpoint was written by {newest['world_size']} processes (not this job's number) and does not"
+                " contain loader positions. If it was written in the middle of an epoch, this job skips the wrong"
+                " samples. Resume from a checkpoint written at the end of an epoch."
             )
         by_loader = [*zip(*(each or newest["places"] for each in places), strict=True)]
         lacks = None in places
@@ -291,8 +292,8 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
         for is_own, place in zip(own, newest["places"], strict=True)
     ):
         raise JoinError(
-            f"The checkpoint lacks the position of rank {', '.join(map(str, lacking))} in its own loader, because only"
-            " the main process saved it. Have all processes call save_state."
+            f"The checkpoint has no loader position for rank {', '.join(map(str, lacking))}, because only the main"
+            " process called save_state. Call save_state on all processes."
         )
     mine = places[accelerator.process_index]
     if mine is None:  # if Accelerate shards, all processes with batches left have the same position
@@ -324,16 +325,16 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
     why = ""
     if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
         why = (
-            "The remaining samples are known if Accelerate deals out the batches of a DataLoader (not of a stream, not"
-            " with split_batches, dispatch_batches or use_stateful_dataloader), or a sampler with `rank` and"
-            " `num_replicas` does"
+            "The remaining samples are known only if Accelerate (not with a stream, split_batches, dispatch_batches"
+            " or use_stateful_dataloader) or a sampler with `rank` and `num_replicas` distributes the data"
         )
     elif lacks and (any(place["gives"] for place in amid) or not deals_out(loader)):
-        why = "With rebalance=True or your own sampler, all processes must have called save_state"
+        why = "With rebalance=True or a custom sampler, all processes must have called save_state"
     if why:
         raise UnsupportedError(
-            f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has another"
-            f" number. {why}. Resume with {len(places)} processes, or from a checkpoint of an epoch's end."
+            f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has a"
+            f" different number. {why}. Resume with {len(places)} processes, or from a checkpoint written at the end"
+            " of an epoch."
         )
     first = next((place for place in amid if not place["has_no_rest"]), amid[0])
     deal = {"world": len(places), "taken": [place["taken"] for place in known], "batch": first["dealt"]}

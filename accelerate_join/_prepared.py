@@ -23,7 +23,7 @@ _INSTEAD = (
 )
 _REASONS = {
     DistributedType.MEGATRON_LM: "Megatron-LM's pipeline and tensor parallelism need every rank in every step",
-    DistributedType.XLA: "XLA compiles each step with its collectives, which a joined rank cannot issue alone",
+    DistributedType.XLA: "XLA compiles each step with its collectives, which a finished rank cannot issue alone",
 }
 
 
@@ -44,14 +44,14 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
     if config is not None and accelerator.torch_device_mesh is not None:
         if config.non_data_parallel_size > 1:
             raise UnsupportedError(
-                f"{name}: with this parallelism_config"
-                f" ({', '.join(f'{name}_size > 1' for name in config.non_dp_dim_names)}) several ranks compute each"
-                f" batch together, with their own collectives. {_INSTEAD}."
+                f"{name} does not support this parallelism_config"
+                f" ({', '.join(f'{name}_size > 1' for name in config.non_dp_dim_names)}), with which several ranks"
+                f" compute each batch together, with their own collectives. {_INSTEAD}."
             )
         if kind != DistributedType.FSDP:
             raise UnsupportedError(
-                f"{name}: with a parallelism_config and without FSDP the ranks hold replicas on a mesh,"
-                f" which Accelerate does not average over all of them. {_INSTEAD}."
+                f"{name} does not support a parallelism_config without FSDP: Accelerate does not average gradients"
+                f" over all replicas on the mesh. {_INSTEAD}."
             )
     # `MULTI_...` means DDP, on any device.
     if not (kind.value.startswith("MULTI_") or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)):
@@ -88,8 +88,8 @@ def prepared_by(accelerator: accelerate.Accelerator, given: Sequence[Any]) -> li
             continue
         if not found and is_wrapped(model):
             JoinDriftWarning.warn(
-                f"No DistributedDataParallel was found that wraps the prepared {type(model).__name__}, so it takes no"
-                " part in join_uneven_inputs. If it is trained, give its DistributedDataParallel among `joinables`."
+                f"No DistributedDataParallel wraps the prepared {type(model).__name__}, so this model takes no part"
+                " in join_uneven_inputs. If it is trained, pass its DistributedDataParallel in `joinables`."
             )
         if len(found) > 1:
             raise JoinError(

@@ -48,9 +48,9 @@ _OF_A_RUN = (
 )
 # Arguments of `Join` that would otherwise go to DDP, and their replacements.
 _OF_OTHER_LOOPS = {
-    "may_break": "Its loops end on all ranks together: set trainer.should_stop",
-    "monitor": "Pass a lightning_join.JoinMonitor among the callbacks",
-    "audit": "All ranks' state is compared in each epoch",
+    "may_break": "Set trainer.should_stop, which ends the loop on all ranks together",
+    "monitor": "Add a lightning_join.JoinMonitor to the callbacks",
+    "audit": "The strategy always compares all ranks' state in each epoch",
 }
 
 
@@ -269,9 +269,9 @@ class Joining(JoiningStrategy):
             output = own(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
-                "training_step returned None, but with placeholder= all ranks must take part in each step. Return a"
-                " zero loss that depends on the model's output (`0.0 * output.sum()`), or remove such batches from the"
-                " dataloader."
+                "training_step returned None, but with placeholder= every rank must return a loss in each step."
+                " Return a zero loss that depends on the model's output (`0.0 * output.sum()`), or remove such"
+                " batches from the dataloader."
             )
         return output
 
@@ -311,8 +311,8 @@ class Joining(JoiningStrategy):
             self.join.note_gather()
         elif self.find_step_ranks() is not None:
             raise UnsupportedError(
-                "all_gather(sync_grads=True) while some rank has run out of batches needs automatic optimization and"
-                f" the group of all ranks (here: {'manual optimization' if everyone else 'another group'}). Gather"
+                f"all_gather(sync_grads=True) was called in {'manual optimization' if everyone else 'another group'}."
+                " While some rank has finished, it needs automatic optimization and the group of all ranks. Gather"
                 " detached tensors (sync_grads=False)."
             )
 

@@ -100,18 +100,18 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
     strategy = trainer.strategy
     name = type(strategy).__name__
     if isinstance(strategy, Joining) and strategy.undo is not None:
-        raise JoinValueError("The trainer has two JoinCallbacks, whose options may differ. Leave one out.")
+        raise JoinValueError("The trainer has two JoinCallbacks, whose options may differ. Remove one.")
     if isinstance(strategy, Joining):
         raise JoinTypeError(
-            f"JoinCallback makes a plain strategy join, but the trainer's strategy is already a {name}. Remove the"
+            f"JoinCallback is for a plain strategy, but the trainer's strategy is already a {name}. Remove the"
             f" callback and pass its arguments to {name}."
         )
     if _joining_of(strategy) is None:
         plain = ", ".join(each.__name__ for each in JOINING)
         raise JoinTypeError(
-            f"JoinCallback makes a plain strategy join ({plain}), and the trainer's strategy is a {name}, which"
+            f"JoinCallback is for a plain strategy ({plain}), but the trainer's strategy is a {name}, which"
             " synchronizes in its own way. Use Trainer(strategy='ddp') with the callback, or 'ddp_join' without it."
-            " Derive your own strategy from lightning_join.DDPJoinStrategy."
+            " For a custom strategy, subclass lightning_join.DDPJoinStrategy."
         )
     if _compat.has_dataloaders(trainer):
         raise JoinValueError(

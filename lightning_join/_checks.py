@@ -21,8 +21,8 @@ def check_strategy(strategy: DDPStrategy) -> None:
     local_sgd = isinstance(strategy._ddp_comm_state, post_local_sgd.PostLocalSGDState)
     if local_sgd or strategy._model_averaging_period is not None:
         raise UnsupportedError(
-            "Post-local SGD averages parameters after a number of steps that each rank counts for itself. With uneven"
-            " inputs these counts diverge. Remove `model_averaging_period` and the post-local SGD hook."
+            "Post-local SGD averages parameters after a number of steps, which each rank counts itself, so the counts"
+            " diverge with uneven inputs. Remove `model_averaging_period` and the post-local SGD hook."
         )
 
 
@@ -34,7 +34,7 @@ def check_module(module: LightningModule) -> None:
         if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
             raise UnsupportedError(
                 f"{type(module).__name__}.{hook} takes a `dataloader_iter` and reads its own batches, so the other"
-                " ranks cannot know when this rank runs out. Take `batch` instead."
+                " ranks cannot tell when this rank finishes. Take `batch` instead."
             )
 
 
@@ -42,8 +42,8 @@ def check_manual(module: LightningModule, ddp: DistributedDataParallel) -> None:
     """Raise if the first gradients of a module with manual optimization would never be averaged."""
     if ddp.static_graph and not module.automatic_optimization and not _compat.AVERAGES_FIRST_OF_STATIC_GRAPH:
         raise UnsupportedError(
-            f"{type(module).__name__} optimizes manually, and under static_graph=True this version of Lightning never"
-            " averages the gradients of the first backward. Use Lightning 2.6, or static_graph=False."
+            f"{type(module).__name__} uses manual optimization, where this version of Lightning never averages the"
+            " gradients of the first backward under static_graph=True. Use Lightning 2.6, or static_graph=False."
         )
 
 

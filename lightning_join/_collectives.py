@@ -111,9 +111,10 @@ class ActiveCollectives:
             return
         said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` needs tensors of the same shape, but they differ between ranks: {said}. If only the numbers"
-            " of rows differ, call `gather_rows(tensor)` of the strategy (`self.trainer.strategy`, `fabric.strategy`):"
-            " it returns the rows of all ranks in one tensor, without repeating any."
+            f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {said}. If only the"
+            " number of rows differs, call `self.trainer.strategy.gather_rows(tensor)` or"
+            " `fabric.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor, each exactly"
+            " once."
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
@@ -138,8 +139,8 @@ def neutral(tensor: Tensor, reduce_op: Any) -> Tensor:
         values |= {"min": limits.max, "max": limits.min}
     if name not in values:
         raise UnsupportedError(
-            f"A reduction with {reduce_op!r} cannot exclude this rank, which is running a placeholder. Only mean, sum,"
-            " product, min and max can: they have a neutral value."
+            f"A reduction with {reduce_op!r} cannot exclude this rank, which is running a placeholder. Use mean, sum,"
+            " product, min or max, which have a neutral value."
         )
     return torch.full_like(tensor, values[name])
 

@@ -66,7 +66,9 @@ class JoinMonitor(Callback):
         reshard_above: float = 0.1,
     ) -> None:
         if not 0 <= reshard_above <= 1:
-            raise JoinValueError(f"reshard_above must be a share of steps, from 0 to 1, not {reshard_above!r}.")
+            raise JoinValueError(
+                f"reshard_above must be a fraction of the steps, between 0 and 1, not {reshard_above!r}."
+            )
         self._monitor = CoreMonitor(report, plot=plot)
         self._reshard_above = reshard_above
         self._warned = False
@@ -86,9 +88,9 @@ class JoinMonitor(Callback):
         if not (joins or upgraded or isinstance(strategy, SingleDeviceStrategy)):
             disabled = " with enable=False" if isinstance(strategy, Joining) else ""
             raise JoinTypeError(
-                f"JoinMonitor shows how ranks join, but {type(strategy).__name__}{disabled} does not join. Use"
-                " Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or remove"
-                " JoinMonitor."
+                f"JoinMonitor shows when ranks finish, but {type(strategy).__name__}{disabled} does not support"
+                " joining. Use Trainer(strategy='ddp_join'), add a lightning_join.JoinCallback to strategy='ddp', or"
+                " remove JoinMonitor."
             )
         strategy.monitored = stage == "fit"
 
@@ -134,9 +136,9 @@ class JoinMonitor(Callback):
             self._warned = True
             rank_zero_only(JoinPerformanceWarning.warn)(
                 f"Even shards would save {record.saving:.0%} of the steps of epoch {record.epoch}, more than the"
-                f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...). Over several epochs it pays to"
-                " redistribute the data, or to give all ranks one dataset, which Lightning shards."
-                + ("" if rebalancing else " rebalance=True saves as much at once, with other steps.")
+                f" {self._reshard_above:.0%} of JoinMonitor(reshard_above=...). Redistribute the data, or give all"
+                " ranks one dataset for Lightning to shard."
+                + ("" if rebalancing else " rebalance=True saves as much without that, but with different steps.")
                 + " Training is exact either way."
             )
 

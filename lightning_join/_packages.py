@@ -29,8 +29,8 @@ def check_packages(trainer: "pl.Trainer") -> None:
         for base in type(part).__mro__:
             if base.__module__.startswith(f"{_OTHER}."):
                 raise JoinTypeError(
-                    f"{type(part).__name__} is a {base.__name__} of `{_OTHER}`, while the Trainer and lightning_join"
-                    f" are of `lightning.pytorch`. The two packages do not know each other's classes. {_REMEDY}"
+                    f"{type(part).__name__} is a {base.__name__} of `{_OTHER}`, but the Trainer and lightning_join"
+                    f" are of `lightning.pytorch`, which does not accept classes of the other package. {_REMEDY}"
                 )
 
 
@@ -42,6 +42,6 @@ def check_trainer(trainer: object, callback: pl.Callback) -> None:
     """
     if not isinstance(trainer, pl.Trainer):
         raise JoinTypeError(
-            f"lightning_join.{type(callback).__name__}, which is of `lightning.pytorch`, was given to a Trainer of"
+            f"lightning_join.{type(callback).__name__}, which is for `lightning.pytorch`, was passed to a Trainer of"
             f" `{type(trainer).__module__.partition('.trainer')[0]}`. {_REMEDY}"
         )

@@ -42,8 +42,8 @@ class Sharded(Joining):
             return
         if not (is_sharded_model(model) or is_engine(model)):  # a DeepSpeed engine averages in each ZeRO stage
             raise UnsupportedError(
-                f"{type(module).__name__} has no module that FSDP has sharded, so {type(self).__name__} would never"
-                " average its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
+                f"{type(module).__name__} has no module sharded by FSDP, so {type(self).__name__} would never average"
+                " its gradients. Call `fully_shard` in configure_model (over the data-parallel dimension of"
                 " self.device_mesh), or use strategy='ddp_join'."
             )
         if not fitting:
@@ -51,7 +51,7 @@ class Sharded(Joining):
             return
         if not module.automatic_optimization:
             raise UnsupportedError(
-                f"{type(module).__name__} optimizes manually, and a rank without a batch cannot follow that with a"
+                f"{type(module).__name__} uses manual optimization, which a finished rank cannot follow with a"
                 " sharded model. Use automatic optimization, or strategy='ddp_join'."
             )
         self.join = sharded_lockstep_join(self.driver, model, self.take_joinables())

@@ -12,8 +12,8 @@ __all__ = ["RayDDPJoinStrategy", "RayDeepSpeedJoinStrategy", "RayFSDPJoinStrateg
 
 if not issubclass(RayDDPStrategy, DDPStrategy):
     raise JoinTypeError(
-        f"Ray Train uses `lightning.pytorch` if it is installed, and `pytorch_lightning` otherwise. {__name__} is for"
-        " the other package. Import lightning_join.ray, or uninstall the package lightning."
+        f"{__name__} is for `pytorch_lightning`, but Ray Train uses `lightning.pytorch` if it is installed. Import"
+        " lightning_join.ray, or uninstall the lightning package."
     )
 
 

@@ -104,9 +104,8 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
     if any({*names} != {*everyone[0]} for names in everyone):
         by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
         raise JoinValueError(
-            f"The names of the evaluation datasets differ between ranks ({by_rank}), but the ranks evaluate these"
-            " datasets together, one after the other. Use the same names on all ranks; a rank without samples passes an"
-            " empty dataset."
+            f"The names of the evaluation datasets differ between ranks ({by_rank}), but all ranks evaluate each"
+            " dataset together. Use the same names on all ranks, with an empty dataset on a rank without samples."
         )
     by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
     return dict(by_name[name] for name in everyone[0])

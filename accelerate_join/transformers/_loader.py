@@ -76,8 +76,8 @@ class EvenedLoader(CoreEvenedLoader):
     def reader(self, counts: bool) -> PreparedReader:
         if self.rebalances and (type(self.loader.batch_sampler) is SkipBatchSampler or self.loader.skip_batches):
             raise UnsupportedError(
-                "rebalance=True cannot resume in the middle of an epoch: the checkpoint does not say which batches were"
-                " given away. Resume at the start of an epoch, or use ignore_data_skip=True."
+                "rebalance=True cannot resume in the middle of an epoch: the checkpoint does not record which batches"
+                " were sent to other ranks. Resume at the start of an epoch, or use ignore_data_skip=True."
             )
         return PreparedReader(without_none(type(self.loader).__iter__), counts, False, self.loader)
 

@@ -84,8 +84,8 @@ class JoinTrainerMixin:
         bases = cls.__mro__
         if Trainer in bases and bases.index(Trainer) < bases.index(JoinTrainerMixin):
             raise JoinTypeError(
-                f"{cls.__name__}: JoinTrainerMixin comes after Trainer in the list of base classes, where it has no"
-                " effect. Put it before the trainer class."
+                f"{cls.__name__} lists JoinTrainerMixin after Trainer in its base classes, where it has no effect."
+                " Put JoinTrainerMixin before the trainer class."
             )
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # a subclass's own loaders are evened, too
@@ -135,9 +135,9 @@ class JoinTrainerMixin:
     def get_train_dataloader(self) -> Any:
         if self.own_shards and getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":
             raise UnsupportedError(
-                "train_sampling_strategy='batch_rebalance' cannot be combined with own_shards=True: it distributes one"
-                " dataset, and each rank has a dataset of its own, so most samples would be left out. Leave one of them"
-                " out."
+                "train_sampling_strategy='batch_rebalance' cannot be combined with own_shards=True: it distributes a"
+                " single dataset, but each rank has its own dataset, so most samples would be skipped. Remove one of"
+                " the two options."
             )
         return self._evened(True, super().get_train_dataloader)  # type: ignore[misc]
 
@@ -322,20 +322,20 @@ def _check_supported(trainer: Any) -> None:
     _prepared.check_supported(trainer.accelerator, name)
     if any(base.__name__ in _compat.GENERATING for base in type(trainer).__mro__):
         raise UnsupportedError(
-            f"{name} generates and scores with all ranks before each step, in process groups that a rank without a"
-            " batch would leave incomplete. Give all ranks the same number of prompts, and use it without"
-            " JoinTrainerMixin."
+            f"{name} generates and scores with all ranks before each step, but a finished rank would be missing from"
+            " its process groups. Give all ranks the same number of prompts, and remove JoinTrainerMixin."
         )
     if getattr(trainer, "get_tp_size", lambda: 1)() > 1:
         raise UnsupportedError(
-            f"{name}: the ranks of a tensor-parallel model compute each batch together, so none of them can finish"
+            f"{name} got a tensor-parallel model, whose ranks compute each batch together, so none of them can finish"
             " first. Shard the model with FSDP, or give all ranks the same number of batches and remove"
             " JoinTrainerMixin."
         )
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
-            f"{name}: auto_find_batch_size=True restarts training with smaller batches only on the rank that lacks"
-            " memory. Find per_device_train_batch_size in a single process, and set it."
+            f"{name} does not support auto_find_batch_size=True, which restarts training with smaller batches only on"
+            " the rank that lacks memory. Find the batch size in a single process, and set"
+            " per_device_train_batch_size."
         )
 
 
@@ -383,7 +383,6 @@ def _has_empty(data: Any) -> bool:
 
 def _warn_of_filled(name: str) -> None:
     JoinDataWarning.warn(
-        f"{name}: Accelerate deals out this stream, and fills up its last batches with samples that are there already:"
-        " they are trained on twice. To train on each sample once, give each rank a dataset of its own"
-        " (own_shards=True)."
+        f"{name}: Accelerate splits this stream among the ranks, and fills its last batches with repeated samples,"
+        " which are trained on twice. To train on each sample once, give each rank its own dataset (own_shards=True)."
     )

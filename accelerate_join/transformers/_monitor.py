@@ -71,8 +71,8 @@ class JoinMonitor(TrainerCallback):
         if self._watched is None:
             if args.world_size > 1:
                 raise JoinTypeError(
-                    "JoinMonitor shows how ranks join, but this trainer does not join. Use JoinTrainer, put"
-                    " JoinTrainerMixin before the trainer class, or remove JoinMonitor."
+                    "JoinMonitor shows when ranks finish, but this trainer does not support joining. Use JoinTrainer,"
+                    " put JoinTrainerMixin before the trainer class, or remove JoinMonitor."
                 )
             return
         channel, log, rebalancing = self._watched

@@ -22,7 +22,7 @@ from accelerate_join.transformers._loader import EvenedLoader
 from torch_join import UnsupportedError
 from torch_join.integration import Order, ReadStep, gather_objects
 
-_INSTEAD = "resume from a checkpoint of an epoch's end, or with ignore_data_skip=True"
+_INSTEAD = "resume from a checkpoint written at the end of an epoch, or with ignore_data_skip=True"
 
 
 class Resized(NamedTuple):
@@ -167,8 +167,8 @@ class Position:
         place = places[rank] if rank < world else None
         if None in places and any(each is not None and each["deals"] for each in places):
             raise UnsupportedError(
-                f"The checkpoint lacks the files join_position_<rank>.bin of some of {world} ranks. They are needed"
-                f" because the epoch was started by a different number of ranks. Copy these files, or {_INSTEAD}."
+                f"The checkpoint lacks join_position_<rank>.bin files for some of {world} ranks. All of them are"
+                f" needed, because a different number of ranks started the epoch. Copy these files, or {_INSTEAD}."
             )
         if world != self._accelerator.num_processes:
             known: Any = next(each for each in places if each is not None)

@@ -197,8 +197,9 @@ class Run:
             told = {name: _plain(value) for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
                 JoinWarning.warn(
-                    f"{', '.join(left_out)} was logged in a step that not all ranks have, and rank 0, which may have"
-                    " joined, does not log it: only numbers, strings, lists and tensors can be sent to it."
+                    f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch:"
+                    " rank 0, which writes the log, may have finished, and only numbers, strings, lists and tensors"
+                    " can be sent to it."
                 )
             self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)
@@ -240,9 +241,9 @@ class Run:
         loader = self._trainer.callback_handler.train_dataloader
         if step is None and (isinstance(loader, EvenedLoader) if trains else self._evaluation is not None):
             raise JoinError(
-                f"{type(self._trainer).__name__}'s {'training_step' if trains else 'prediction_step'} got a batch that"
-                " its dataloader did not yield, or batches in a different order, so it is unclear which ranks have one."
-                " Change batches in the collator or in `_prepare_inputs`, not in `get_batch_samples`."
+                f"{type(self._trainer).__name__}'s {'training_step' if trains else 'prediction_step'} got a batch"
+                " that its dataloader did not yield, or batches in a different order, so it is unclear which ranks"
+                " have a batch. Change batches in the collator or in `_prepare_inputs`, not in `get_batch_samples`."
             )
         return step
 
@@ -309,8 +310,8 @@ class Run:
         if (self._computed, self._backwards) != (1, 1):
             raise UnsupportedError(
                 f"{type(self._trainer).__name__}.training_step called compute_loss {self._computed} times and"
-                f" accelerator.backward {self._backwards} times. Call each of them once: a rank without a batch follows"
-                " one call."
+                f" accelerator.backward {self._backwards} times. Call each of them once, because a finished rank can"
+                " follow only one call."
             )
         return _shown(loss, shown)
 
@@ -379,7 +380,7 @@ class Run:
         self._computed += 1
         if self._computed > 1 and not (self._join is not None and self._join.runs_placeholders):
             raise UnsupportedError(
-                f"{type(self._trainer).__name__}.training_step calls compute_loss twice, but a rank without a batch can"
+                f"{type(self._trainer).__name__}.training_step calls compute_loss twice, but a finished rank can"
                 " follow only one call. Sum the losses in a single call."
             )
         self._around_step.close()
@@ -394,9 +395,9 @@ class Run:
                 ):
                     raise
                 raise UnsupportedError(
-                    f"{type(self._trainer).__name__}.compute_loss reads `module` of its model, as if that were a"
-                    " DistributedDataParallel. It gets the model inside the wrapper. Use"
-                    " self.accelerator.unwrap_model(model), which is right for both."
+                    f"{type(self._trainer).__name__}.compute_loss reads `model.module`, but its model is not wrapped"
+                    " in DistributedDataParallel here. Use self.accelerator.unwrap_model(model), which works for"
+                    " both."
                 ) from error
         assert join is not None
         with join.active_step():
@@ -422,10 +423,10 @@ class Run:
         if num_items is not None:
             if weighting in ("active", "samples"):
                 raise UnsupportedError(
-                    f"weighting={weighting!r}: {type(trainer).__name__} already divides the loss by the number of items"
-                    " in all ranks' batches (num_items_in_batch). Use weighting='world', or a function that counts"
-                    " items in place of Trainer. If your compute_loss does not divide, set model_accepts_loss_kwargs ="
-                    " False on the trainer."
+                    f"weighting={weighting!r} cannot be used: {type(trainer).__name__} already divides the loss by"
+                    " the number of items in all ranks' batches (num_items_in_batch). Use weighting='world', or a"
+                    " function that counts items in place of Trainer. If your compute_loss does not divide, set"
+                    " model_accepts_loss_kwargs = False on the trainer."
                 )
             # Without averaging, a rank divides by the items of its own micro-batches, and a window has one loss.
             averages = trainer.args.average_tokens_across_devices
@@ -472,7 +473,7 @@ class Run:
             )
         if not self._window_total:
             raise JoinValueError(
-                "`weighting` counted 0 for all batches of a step, and Trainer would divide their loss by that. Remove"
+                "`weighting` returned 0 for all batches of a step, and Trainer would divide their loss by 0. Remove"
                 " such batches from the dataloader."
             )
         return torch.as_tensor(self._window_total, device=self._trainer.args.device)
@@ -545,8 +546,8 @@ def _rows_of(batch: Any) -> int:
     rows = _compat.rows_of(batch)
     if rows is None:
         raise UnsupportedError(
-            f"weighting='samples' cannot count the samples in a {type(batch).__name__} without tensors or lists. Add a"
-            " tensor with a row for each sample, or use another weighting."
+            f"weighting='samples' cannot count the samples in a {type(batch).__name__} without tensors or lists. Add"
+            " a tensor with one row per sample, or use another weighting."
         )
     return rows
 

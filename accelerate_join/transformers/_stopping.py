@@ -61,8 +61,8 @@ class Stopping:
             asking = [rank for rank, said in enumerate(everyone) if any(said)]
             if channel.rank == 0 and 0 < len(asking) < len(everyone):
                 JoinWarning.warn(
-                    f"All ranks stop at step {step}: {name_ranks(asking)} alone asked for it, here or before. Ask on"
-                    " all of them, by a value that they share."
+                    f"All ranks stop at step {step}, although only {name_ranks(asking)} requested it, at this step or"
+                    " before. Request the stop on all ranks, based on a shared value."
                 )
             return
         self._places += 1

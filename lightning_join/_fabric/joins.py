@@ -146,8 +146,8 @@ class Joins:
         for loader in loaders:
             if not isinstance(_compat.unwrap_objects(loader), JoinedLoader):
                 raise JoinError(
-                    f"fabric.strategy.joining got a {type(loader).__name__} that Fabric has not set up, so no rank"
-                    " would serve in its loop. Pass the return value of fabric.setup_dataloaders or"
+                    f"fabric.strategy.joining got a {type(loader).__name__} that Fabric has not set up, so finished"
+                    " ranks would not follow its loop. Pass the return value of fabric.setup_dataloaders or"
                     " fabric.strategy.batches."
                 )
         join = join_with(self.options, self._taking_part())
@@ -296,9 +296,9 @@ class Joins:
             if self._inner:
                 with telling_failures(driver.tail_log.channel):
                     raise JoinError(
-                        "A loop over a dataloader of Fabric's requested its next batch while another loop, started"
-                        f" inside it, has not ended. To read two loaders in a single loop, go {_BATCHES}. If a variable"
-                        " (a progress bar) holds an iterator, `del` it where its loop is left."
+                        "A loop over a Fabric dataloader requested its next batch before an inner loop had ended. To"
+                        f" read two loaders in a single loop, go {_BATCHES}. If a variable (a progress bar, for"
+                        " example) holds the inner loop's iterator, `del` it when you leave that loop."
                     )
 
     def _nested(self, driver: LoopDriver, loader: Iterable[Any]) -> Iterator[Any]:
@@ -324,10 +324,10 @@ class Joins:
         if uneven or (certain is not None and min(certain) != max(certain)):
             how = "have run out" if uneven else "will run out"
             raise JoinError(
-                f"A loop over a Fabric dataloader was started inside another one in which some ranks {how} of batches"
-                " before others and would miss their part. Evaluate after the loop, give the inner loop a DataLoader"
-                f" that Fabric has not set up, or go {_BATCHES}. If a variable holds the iterator of a finished outer"
-                " loop, `del` it."
+                f"A loop over a Fabric dataloader was started inside another loop in which some ranks {how} of"
+                " batches before others, so they would miss the inner loop. Evaluate after the loop, give the inner"
+                f" loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable holds the iterator"
+                " of a finished outer loop, `del` it."
             )
 
     @contextmanager
@@ -349,8 +349,8 @@ class Joins:
         if self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(
-                    f"{what} inside a loop over a dataloader of Fabric's, where it can no longer take part. Do this"
-                    " before the loop. If a variable still holds a loop's iterator, that loop has not ended: `del` it."
+                    f"{what} inside a loop over a Fabric dataloader, which is too late to take part in that loop. Do"
+                    " this before the loop. If a variable still holds the iterator of a finished loop, `del` it."
                 )
 
     # ------------------------------------------------------------ operations
@@ -369,7 +369,8 @@ class Joins:
         if self._within is not None and self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(
-                    f"The ranks met in a joint operation in {self._within} of batches. Move it after that loop."
+                    f"An operation that needs all ranks was called in {self._within} of batches. Move the call after"
+                    " that loop."
                 )
         return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
 
@@ -418,15 +419,15 @@ class Joins:
         with nullcontext() if driver is None else telling_failures(driver.tail_log.channel):
             if joined.is_within and not is_current:
                 raise UnsupportedError(
-                    f"{name} was called for a loader that is read inside another one, such as"
-                    " `fabric.strategy.batches(zip(a, b))`: nobody can tell how many of its batches were trained on."
-                    " Put an object with an `__iter__` around both loaders, and save what `fabric.strategy.batches`"
-                    " returns for it."
+                    f"{name} was called for a loader that another one reads, such as `fabric.strategy.batches(zip(a,"
+                    " b))`, so Fabric cannot tell how many of its batches were trained on. Put an object with an"
+                    " `__iter__` around both loaders, pass it to `fabric.strategy.batches`, and save the return"
+                    " value."
                 )
             if driver is not None and not joined.number and not is_current:
                 raise JoinError(
-                    f"{name} was called for a loader that was set up inside a loop, which ranks without batches never"
-                    " reach. Set it up before the loop."
+                    f"{name} was called for a loader that was set up inside a loop, where finished ranks did not set"
+                    " it up. Set up the loader before the loop."
                 )
         if driver is None:
             return state_of(gather_objects(joined.positions.find_place(), "The state of a loader", None), in_loop=False)
@@ -455,8 +456,8 @@ class Joins:
         if (tail := self.find_tail()) is not None:
             with telling_failures(tail.tail_log.channel):
                 raise UnsupportedError(
-                    "fabric.load was called in a step in which some rank has no batch, so only some ranks would load."
-                    " Load before or after the loop."
+                    "fabric.load was called in a step in which some ranks have no batch, so only the others would"
+                    " load. Load before or after the loop."
                 )
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
@@ -479,7 +480,7 @@ class _Launcher(_compat.MultiProcessingLauncher):
 def _refuse_training(model: nn.Module, _: Any) -> None:
     if torch.is_grad_enabled() or holds_parts(model):
         raise JoinError(
-            "A model that was set up was called, with gradients or while sharded, in a Fabric loop inside another one."
-            " There ranks may have different numbers of batches, and finished ranks do not serve the others. Evaluate"
-            f" under torch.no_grad(), run one loop after the other, or go {_BATCHES}."
+            "A model that Fabric has set up was called, with gradients or while sharded, in a Fabric loop inside"
+            " another one. Ranks may have different numbers of batches there, and finished ranks do not follow the"
+            f" others. Evaluate under torch.no_grad(), run one loop after the other, or go {_BATCHES}."
         )

@@ -43,7 +43,7 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) 
             if own.__name__ == "setup_dataloaders" and kwargs.pop("own_shards", False):
                 if kwargs.get("use_distributed_sampler"):
                     raise JoinValueError(
-                        "own_shards=True contradicts use_distributed_sampler=True. Remove one of them."
+                        "own_shards=True cannot be combined with use_distributed_sampler=True. Remove one of them."
                     )
                 kwargs["use_distributed_sampler"] = False
             tail = None if instead is None else strategy.find_tail() or strategy.find_placeholders()
@@ -85,6 +85,6 @@ def _refuse(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args:
     if tail.driver.placeholders is not None:
         return own(fabric, *args, **kwargs)
     raise UnsupportedError(
-        "fabric.rank_zero_first was called in a step in which some rank has no batch; it makes a process group, for"
-        " which all ranks are needed. Do this before the loop."
+        "fabric.rank_zero_first was called in a step in which some rank has no batch, but it creates a process group,"
+        " which needs all ranks. Call it before the loop."
     )

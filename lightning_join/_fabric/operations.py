@@ -68,8 +68,8 @@ class Operations(Participant):
         places = {id(thing): index for index, thing in enumerate(self.driver.given)}
         if only and self.holds_parts(state):
             raise UnsupportedError(
-                "fabric.save(filter=...) of a sharded model was called while some rank has run out of batches: that"
-                " rank saves its part, and has no filter. Save without a filter, or after the loop."
+                "fabric.save(filter=...) was called with a sharded model while some rank has finished, but that rank"
+                " must save its part and has no filter. Save without a filter, or after the loop."
             )
         whole = {k: v for k, v in state.items() if id(v) not in places or k in (only or {})}
         sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}

@@ -77,6 +77,6 @@ def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
             lacking = [rank for rank, names in enumerate(everyone) if name not in names]
             if lacking:
                 raise UnsupportedError(
-                    f"The monitored value {name!r} is missing on {name_ranks(lacking)}, which logged none (usually it"
-                    " had no batch), while other ranks have it. Log it with on_epoch=True, sync_dist=True."
+                    f"The monitored value {name!r} is missing on {name_ranks(lacking)}, which did not log it (usually"
+                    " because it had no batch) while other ranks did. Log it with on_epoch=True, sync_dist=True."
                 )

@@ -90,8 +90,8 @@ def _find_metric(meta: Metadata, module: Any) -> Any:
         return module.get_submodule(meta.metric_attribute)
     except AttributeError:
         raise UnsupportedError(
-            f"Other ranks logged a metric as {meta.name!r}: their attribute {meta.metric_attribute!r}. This rank logged"
-            " none (usually because it had no batch) and has no such attribute, so it cannot contribute. Create the"
+            f"Other ranks logged a metric as {meta.name!r}, from their attribute {meta.metric_attribute!r}. This rank"
+            " did not (usually because it had no batch) and lacks this attribute, so it cannot contribute. Create the"
             " metric in the LightningModule's __init__, on every rank."
         ) from None
 
@@ -205,9 +205,9 @@ class HookLogging:
         at_once = at_once and isinstance(value, Tensor)
         if at_once and options["sync_dist_group"] is not None:
             raise UnsupportedError(
-                f"`{fx}` logs {name!r} with on_step=True and a sync_dist_group while some rank has run out of batches:"
-                " its ranks cannot know whether the group's others log it too. Log it with on_step=False, on_epoch=True"
-                " or in the step, or leave the group out."
+                f"`{fx}` logs {name!r} with on_step=True and a sync_dist_group while some rank has finished, and"
+                " ranks in that group cannot tell whether the others log it too. Log it with on_step=False,"
+                " on_epoch=True, log it in the step, or remove sync_dist_group."
             )
         if self._join.joined:
             return

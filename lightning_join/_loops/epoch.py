@@ -284,10 +284,10 @@ class JoinEpochLoop(TrainingEpochLoop):
         if ranks and join.active_ranks:
             lost = join.plan.lost if join.plan is not None else 0
             rank_zero_only(JoinDataWarning.warn)(
-                f"`on_train_batch_start` returned -1 at batch {self.batch_idx} on ranks {ranks} only. They skip the"
+                f"`on_train_batch_start` returned -1 at batch {self.batch_idx} only on ranks {ranks}, which skip the"
                 f" rest of the epoch; ranks {list(join.active_ranks)} continue."
-                + (f" {lost} batches that other ranks gave away are not trained on in this epoch." if lost else "")
-                + " Return -1 on all ranks, unless this was meant."
+                + (f" {lost} batches that other ranks had sent to them are dropped in this epoch." if lost else "")
+                + " Return -1 on all ranks, unless this is intended."
             )
         cast(JoinBatchProgress, self.batch_progress).ask(join)
         return None if join.active_ranks else -1
@@ -360,7 +360,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         if callable(strategy_of(self.trainer).options.weighting) and self.trainer.accumulate_grad_batches > 1:
             raise UnsupportedError(
                 "A weighting function cannot be used with accumulate_grad_batches > 1: it would weight each batch by"
-                " its own count, not by the window's. Use accumulate_grad_batches=1 and larger batches; or"
+                " its own count, not by the window's count. Use accumulate_grad_batches=1 and larger batches, or"
                 " torch_join.windows around the dataloader and manual optimization, with a whole window as one batch."
             )
 

@@ -116,8 +116,8 @@ class Rounds:
         claimed = self._limits[self.index][self._rank]
         if self._certain[self.index][self._rank] and self._steps < claimed:
             raise UnsupportedError(
-                f"Dataloader {self.index} of rank {self._rank} reported {claimed} batches and yielded {self._steps},"
-                " but the other ranks rely on its length. Correct the length of its sampler."
+                f"Dataloader {self.index} of rank {self._rank} reported {claimed} batches but yielded {self._steps},"
+                " and the other ranks rely on its length. Fix the length of its sampler."
             )
         while active := self._active_ranks(has_batch=False):
             serve(active)

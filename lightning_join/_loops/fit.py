@@ -126,9 +126,9 @@ class JoinFitLoop(FitLoop):
             return
         self._has_warned = True
         rank_zero_only(JoinWarning.warn)(
-            f"With rebalance=True the epoch has {steps} steps, not the {self.max_batches} of"
-            " trainer.estimated_stepping_batches: a rank cannot give away enough batches, which are too large or cannot"
-            f" be sent. A schedule for the smaller number ends too early: make it for {steps}."
+            f"With rebalance=True the epoch has {steps} steps, not trainer.estimated_stepping_batches"
+            f" ({self.max_batches}), because a rank's batches are too large to send, or cannot be sent. A schedule"
+            f" for the smaller number would end too early, so create it for {steps} steps."
         )
 
     def set_steps(self, steps: int | float | None) -> None:
@@ -268,9 +268,9 @@ class JoinFitLoop(FitLoop):
             trainer.should_stop = True
         if ranks and not agreed_before and len(ranks) < trainer.world_size:
             rank_zero_only(JoinWarning.warn)(
-                f"`trainer.should_stop` was set on {len(ranks)} of {trainer.world_size} ranks only"
-                f" ({name_ranks(ranks)}), at global step {trainer.global_step} or just before it. All ranks stop"
-                " together, after the next step at the latest. Set it on all ranks, from a shared value."
+                f"`trainer.should_stop` was set on only {len(ranks)} of {trainer.world_size} ranks"
+                f" ({name_ranks(ranks)}), at or just before global step {trainer.global_step}. All ranks stop"
+                " together, after the next step at the latest. Set it on all ranks, based on a shared value."
             )
         return agreed
 
@@ -293,17 +293,17 @@ class JoinFitLoop(FitLoop):
         trainer: Any = self.trainer
         if (ranks := strategy_of(self.trainer).find_step_ranks()) is not None:
             raise UnsupportedError(
-                f"A checkpoint cannot be saved inside a step for which only {name_ranks(ranks)} of {trainer.world_size}"
-                " ranks have a batch: saving needs every rank. Save it from a hook of the module or a callback, such as"
+                f"A checkpoint was saved inside a step for which only {name_ranks(ranks)} of {trainer.world_size}"
+                " ranks have a batch, but saving needs every rank. Save it from a module or callback hook, such as"
                 " `on_train_batch_end`."
             )
         if (join := strategy_of(trainer).join) is not None:
             join.catch_up()  # in place: Lightning has taken references to the module's state for saving
         if self.epoch_loop._should_accumulate():
             rank_zero_only(JoinDataWarning.warn)(
-                f"A checkpoint at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch, within an"
-                " accumulation window: Lightning's checkpoints hold no gradients, so a resumed run loses these batches."
-                " Save after the optimizer's step."
+                f"A checkpoint was saved at step {self.epoch_loop.batch_progress.current.ready - 1} of an epoch,"
+                " within an accumulation window. Lightning's checkpoints hold no gradients, so a resumed run loses"
+                " the window's batches. Save after the optimizer's step."
             )
         state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # Lightning's own is what this replaces
         progress: Any = self.epoch_loop.batch_progress
@@ -387,17 +387,17 @@ class JoinFitLoop(FitLoop):
         if ready > 0 and anew:
             names = ", ".join(sorted({type(part).__name__ for part in anew}))
             rank_zero_only(JoinDataWarning.warn)(
-                "You're resuming from a checkpoint from the middle of an epoch, and the position of train dataloaders"
-                f" is unknown ({names}: {why_unknown(record)}). They start again, so some samples of that epoch are"
-                " trained on twice. Resume from a checkpoint of an epoch's end, or use dataloaders with `state_dict`"
-                " and `load_state_dict`."
+                "You're resuming from a checkpoint written in the middle of an epoch, but the position of train"
+                f" dataloaders is unknown ({names}: {why_unknown(record)}). These dataloaders restart, so some"
+                " samples are trained on twice in that epoch. Resume from a checkpoint written at the end of an"
+                " epoch, or use dataloaders with `state_dict` and `load_state_dict`."
             )
         try:
             fetcher.start()
         except StopIteration as error:  # it would end the fit on this rank alone
             raise JoinError(
-                "A train dataloader ended before the position at which the checkpoint was written. In the resumed epoch"
-                " it must yield the same batches again."
+                "A train dataloader ended before the position at which the checkpoint was written. Make it yield the"
+                " same batches again in the resumed epoch."
             ) from error
         if is_resized and record is not None and record["over"] and ready > 0:
             fetcher.end_here()
@@ -410,7 +410,7 @@ class JoinFitLoop(FitLoop):
         if most is not None and not record["over"] and rebalancing_of(trainer) is None:
             raise UnsupportedError(
                 "The checkpoint was written in the middle of an epoch with rebalanced batches, so the number of steps"
-                " does not say which batches each rank has used. Resume with rebalance=True, or from a checkpoint"
+                " does not show which batches each rank has used. Resume with rebalance=True, or from a checkpoint"
                 " written at the end of an epoch."
             )
         if is_other:

@@ -39,9 +39,9 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
     """Return such a state for another strategy's checkpoint, which has the states of rank 0's dataloaders."""
     rank_zero_only(JoinDataWarning.warn)(
-        "A strategy that saves only rank 0's dataloaders wrote this checkpoint in the middle of an epoch. Every rank"
-        " resumes from that state, so some batches may be trained on twice and others never. Resume from the end of an"
-        " epoch, or write checkpoints with strategy='ddp_join'."
+        "This checkpoint was written in the middle of an epoch, by a strategy that saves only rank 0's dataloaders."
+        " Every rank resumes from rank 0's state, so some batches may be trained on twice and others never. Resume"
+        " from the end of an epoch, or write checkpoints with strategy='ddp_join'."
     )
     old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
     return _state(taken, [_placed(old, keeper)] * world_size)
@@ -105,13 +105,14 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
         return check_limit(limit)
     if not is_over and record["step"]:
         raise UnsupportedError(
-            f"The checkpoint was written in the middle of an epoch by {world} ranks, and this job has one process,"
-            " whose loops are Lightning's own. Resume with as many ranks, or from a checkpoint of an epoch's end."
+            f"The checkpoint was written in the middle of an epoch by {world} ranks, but this job has one process,"
+            " which runs Lightning's own loops. Resume with the same number of ranks, or from a checkpoint written at"
+            " the end of an epoch."
         )
     if not all(place and place.get("dealt") for place in places):
         rank_zero_only(JoinDataWarning.warn)(
             f"The checkpoint was written by {world} ranks and this job has {world_size}, so the states of its"
-            " dataloaders are ignored: the next epoch starts with new ones."
+            " dataloaders are ignored, and the next epoch starts from the beginning."
         )
     return None
 
@@ -124,7 +125,7 @@ def check_limit(limit: float) -> None:
     """
     if isinstance(limit, int) or limit != 1.0:
         raise UnsupportedError(
-            "The checkpoint was written in the middle of an epoch by another number of ranks, and with"
-            f" limit_train_batches={limit} nobody can say which batches are left. Resume with limit_train_batches=1.0,"
-            " with the same number of ranks, or from a checkpoint of an epoch's end."
+            "The checkpoint was written in the middle of an epoch by a different number of ranks, and with"
+            f" limit_train_batches={limit} the remaining batches are unknown. Resume with limit_train_batches=1.0,"
+            " with the same number of ranks, or from a checkpoint written at the end of an epoch."
         )

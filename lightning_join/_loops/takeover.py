@@ -47,8 +47,8 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
             continue
         if type(part) not in CLASSES:
             raise UnsupportedError(
-                f"The trainer has its own {type(part).__name__} in place of Lightning's class. Joining replaces that"
-                " loop, so both cannot work. Use Lightning's loop, or strategy='ddp'."
+                f"The trainer has a custom {type(part).__name__}, but a join strategy must replace that loop with its"
+                " own. Use Lightning's loop, or strategy='ddp'."
             )
         part.__class__ = CLASSES[type(part)]
     for results in _results(trainer):
@@ -93,7 +93,10 @@ def _results(trainer: Any) -> list[Any]:
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:
     # They save on the one rank that raised, and saving takes collectives that the other ranks never issue.
-    reason = "saving needs every rank, and the others would not take part. It is skipped: save every so many steps."
+    reason = (
+        "saving needs every rank, but only the rank that raised would save. This save is skipped; save every few"
+        " steps instead."
+    )
     for callback in list(trainer.callbacks):
         if isinstance(callback, OnExceptionCheckpoint):
             trainer.callbacks.remove(callback)
@@ -103,4 +106,4 @@ def _skip_checkpoints_on_exception(trainer: Any) -> None:
             name = "ModelCheckpoint(save_on_exception=True)"
         else:
             continue
-        rank_zero_only(JoinWarning.warn)(f"{name} cannot work with several ranks: {reason}")
+        rank_zero_only(JoinWarning.warn)(f"{name} does not work with several ranks: {reason}")

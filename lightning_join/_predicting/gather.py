@@ -100,16 +100,16 @@ def _by_loader(trainer: "pl.Trainer", predictions: Any, count: int) -> list[Sequ
     if predictions is None:
         if not loop.return_predictions:
             raise JoinValueError(
-                "trainer.predict has returned no predictions. Call it with return_predictions=True (strategies that"
-                " spawn or fork cannot), or write them with a JoinPredictionWriter."
+                "trainer.predict returned no predictions. Call it with return_predictions=True (not supported by"
+                " strategies that spawn or fork), or write predictions with a JoinPredictionWriter."
             )
         return [[] for _ in range(count)]
     found = [predictions] if count == 1 else [*predictions]
     last = [loop.predictions] if count == 1 else [*loop.predictions]
     if [len(each) for each in found] != [len(each) for each in last]:
         raise JoinValueError(
-            f"The predictions do not match the trainer's last predict: they have {[len(each) for each in found]}"
-            f" batches per dataloader, and predict had {[len(each) for each in last]}. Sample indices are known only"
-            " for the last predict."
+            f"The predictions have {[len(each) for each in found]} batches per dataloader, but the trainer's last"
+            f" predict had {[len(each) for each in last]}. Pass the predictions of the last predict, the only one"
+            " whose sample indices are known."
         )
     return found

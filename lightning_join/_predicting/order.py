@@ -14,8 +14,8 @@ from torch_join.integration import gather_objects, name_ranks
 
 Order: TypeAlias = Literal["dataset", "shards"]
 _INSTEAD = (
-    "Return the samples' indices from predict_step and pass them as `indices` to gather_in_order; or pass"
-    " order='shards' for the order of ranks, and of each rank's reads."
+    "Return the samples' indices from predict_step and pass them as `indices` to gather_in_order, or pass"
+    " order='shards' to order by rank, and then by each rank's own order."
 )
 
 
@@ -39,15 +39,15 @@ class Reading:
 def why_unknown(loader: Any) -> str | None:
     """Return why Lightning does not record the samples of a dataloader; `None` if it does."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is no DataLoader"
+        return f"a {type(loader).__name__} is not a DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is iterable"
     if loader.batch_size is None and loader.batch_sampler is None:
-        return "with batch_size=None nobody records what its sampler draws"
+        return "with batch_size=None the indices from its sampler are not recorded"
     if not isinstance(loader.batch_sampler, IndexBatchSampler):
-        return "nobody records what its batch sampler draws"
+        return "the indices from its batch sampler are not recorded"
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        return "with in_order=False its batches come in another order than its sampler drew them"
+        return "with in_order=False its batches do not arrive in its sampler's order"
     return None
 
 
@@ -82,7 +82,7 @@ def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Or
         return Reading()
     by_rank = order == "shards" or (order is None and not is_dealt_out(loader))
     if not by_rank and not has_indices:
-        why = why_unknown(loader) or "its sampler yields other things than whole numbers"
+        why = why_unknown(loader) or "its sampler yields objects that are not integers"
         raise UnsupportedError(f"The order of dataloader {place}'s predictions is unknown: {why}. {_INSTEAD}")
     dataset = getattr(loader, "dataset", None)
     dealt_out = order is None and not by_rank
@@ -104,7 +104,10 @@ def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
             raise type(said)(f"Rank {rank}: {said}")
     numbers = [len(said) for said in everyone]
     if len({*numbers}) > 1:
-        raise UnsupportedError(f"The numbers of dataloaders with predictions differ between ranks: {numbers}, by rank.")
+        raise UnsupportedError(
+            f"The numbers of dataloaders with predictions differ between ranks: {numbers} (by rank). Use the same"
+            " number on all ranks."
+        )
     return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
 
 
@@ -119,9 +122,9 @@ def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
     samples = {reading.samples for reading in having.values() if reading.samples is not None}
     if len(samples) > 1:
         raise UnsupportedError(
-            f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}), and"
-            " a sampler distributes each, so indices belong to different datasets. If each rank has its own shard, pass"
-            f" Trainer(use_distributed_sampler=False). {_INSTEAD}"
+            f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}),"
+            " and a sampler shards each of them, so indices refer to different datasets. If each rank has its own"
+            f" shard, pass Trainer(use_distributed_sampler=False). {_INSTEAD}"
         )
     return bool(by_rank), all(reading.has_indices for reading in having.values())
 

@@ -21,7 +21,7 @@ class Combined(SideBySide):
     """
 
     __slots__ = ("_combined",)  # a slot is hidden from the search for objects that draw an order, unlike attributes
-    _remedy = "that shuffles by torch's default generator: give it one, `DataLoader(..., generator=torch.Generator())`"
+    _remedy = "which shuffles by torch's default generator. Pass `DataLoader(..., generator=torch.Generator())`"
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.loaders = combined, combined.flattened
@@ -34,8 +34,8 @@ class Combined(SideBySide):
         if not names:
             return ""
         return (
-            f"A CombinedLoader(mode='max_size_cycle') has started its {names[0]} again, and {self._remedy}. Otherwise"
-            " the order of its second pass cannot be restored."
+            "The order of the second pass cannot be restored, because a CombinedLoader(mode='max_size_cycle')"
+            f" restarted its {names[0]}, {self._remedy}."
         )
 
     def _loses_order(self, loader: Any) -> bool:
@@ -54,7 +54,7 @@ class StatefulCombined(Combined):
     """
 
     __slots__ = ("_loaded", "_newest", "_stateful", "_watched", "stateless")
-    _remedy = "its sampler is one of torch's, which have no state: use torchdata.stateful_dataloader.sampler"
+    _remedy = "whose torch sampler has no state. Use a sampler of torchdata.stateful_dataloader.sampler"
 
     def __init__(self, combined: CombinedLoader) -> None:
         super().__init__(combined)
@@ -90,7 +90,7 @@ class StatefulCombined(Combined):
         if len(state["states"]) != len(self._stateful):
             raise JoinValueError(
                 f"The state was written with {len(state['states'])} stateful dataloaders, but there are"
-                f" {len(self._stateful)} here. Resume with the same dataloaders."
+                f" {len(self._stateful)} now. Resume with the same dataloaders."
             )
         self._loaded = deepcopy(state)
         for (_, part), its in zip(self._stateful, state["states"], strict=True):

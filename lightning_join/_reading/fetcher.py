@@ -286,8 +286,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         while batch is None:
             # There is no batch to train on; a rank that made a step for it would be out of step.
             rank_zero_only(JoinDataWarning.warn)(
-                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-                " Such a batch is left out."
+                "train_dataloader yielded None. If this was on purpose, ignore this warning... This batch is skipped."
             )
             self.fetched -= 1
             self._skipped += 1

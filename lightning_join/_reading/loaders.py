@@ -98,7 +98,7 @@ def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
     empty = [place for place, n in enumerate(mine.limits) if n == 0 and not mine.planned[place]]
     if loader._mode == "max_size_cycle" and mine.error is None and empty and sum(mine.limits) > 0:
         what = f"Dataloader {empty[0]} of a CombinedLoader(mode='max_size_cycle') is empty"
-        remedy = "cannot be cycled beside the others, whose batches would be lost. Use mode='max_size'"
+        remedy = "cannot be cycled, and the other dataloaders' batches would be lost. Use mode='max_size'"
         mine = replace(mine, error=f"{what}, so it {remedy}.")
     return mine
 
@@ -119,7 +119,7 @@ def check(everyone: Sequence[Loaders]) -> None:
     errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))
-        raise DataloaderError(f"The dataloaders of {name_ranks(errors)} cannot be run. Rank {rank}: {error}")
+        raise DataloaderError(f"The dataloaders of {name_ranks(errors)} cannot be used. Rank {rank}: {error}")
     counts = [len(loaders.limits) for loaders in everyone]
     if len(set(counts)) > 1:
         raise DataloaderError(
@@ -138,6 +138,7 @@ def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int |
 def warn_of_missing(rank: int, claimed: int, end: int) -> None:
     """Warn that a rank has fewer batches than its dataloader had reported."""
     rank_zero_only(JoinDataWarning.warn)(
-        f"The train dataloader of rank {rank} said it had {claimed} batches and yielded {end}. The rank joins after"
-        " those; training goes on with the other ranks' batches. Return its true number from `__len__`, or have none."
+        f"The train dataloader of rank {rank} reported {claimed} batches but yielded only {end}, and then the rank"
+        " finished; training continues with the other ranks' batches. Return the true length from `__len__`, or"
+        " remove `__len__`."
     )

@@ -24,13 +24,13 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
     if any(names != everyone[0] for names in everyone):
         by_rank = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone))
         raise JoinValueError(
-            "All ranks must pass the same joinables (DDPJoinStrategy(joinables=...) and configure_joinables()) in the"
-            f" same order, but they passed ({by_rank})."
+            f"The ranks passed different joinables: {by_rank}. Pass the same joinables"
+            " (DDPJoinStrategy(joinables=...) and configure_joinables()) in the same order on all ranks."
         )
     for place, joinable in enumerate(joinables):
         if any(joinable is other for other in joinables[:place]):
             raise JoinValueError(
-                f"The {type(joinable).__name__} was passed as a joinable twice. Pass it in"
+                f"A {type(joinable).__name__} was passed as a joinable twice. Pass it in"
                 " DDPJoinStrategy(joinables=...) or return it from configure_joinables(), but not both."
             )
     return joinables

@@ -123,9 +123,9 @@ class ManualParticipant(Participant):
     def before_collective(self, ddps: bool) -> None:
         if self._in_backward and not ddps:
             raise UnsupportedError(
-                "A collective in a backward of manual optimization (SyncBatchNorm, or a loss over all ranks' outputs),"
-                f" while ranks {self.members.joined_names} have run out of batches and have already finished that"
-                " backward. Use automatic optimization, or a collective on detached tensors."
+                "A backward in manual optimization called a collective (SyncBatchNorm, or a loss over all ranks'"
+                f" outputs) after ranks {self.members.joined_names} finished, which have already completed that"
+                " backward. Use automatic optimization, or call the collective on detached tensors."
             )
 
     @contextmanager
@@ -140,8 +140,8 @@ class ManualParticipant(Participant):
             calls += 1
             if calls > 1 and self.tail_log.channel.world_size > 1:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates its closure more than once, and a rank without a batch"
-                    " cannot follow that. Use an optimizer that evaluates it once."
+                    f"{type(optimizer).__name__} evaluates its closure more than once, which a finished rank cannot"
+                    " follow. Use an optimizer that evaluates its closure once."
                 )
             result = closure()
             if self.tail_log.announces:
@@ -193,6 +193,6 @@ class ManualParticipant(Participant):
         if not self._stepping and self.tail_log.channel.world_size > 1:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() was called directly in `training_step`, where Lightning does not"
-                " see it, so ranks without a batch would not make that step. Return the optimizer from"
-                " `configure_optimizers` and step what `self.optimizers()` returns."
+                " see it, so finished ranks would miss that step. Return the optimizer from `configure_optimizers`,"
+                " and step the one that `self.optimizers()` returns."
             )

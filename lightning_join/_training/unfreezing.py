@@ -18,8 +18,8 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
     if any(names != everyone[0] for names in everyone):
         counts = [len(names) for names in everyone]
         raise UnsupportedError(
-            f"The ranks unfroze different parameters before this epoch ({counts} by rank), but they train a single"
-            " model. Unfreeze the same parameters on every rank."
+            f"The ranks unfroze different parameters before this epoch ({counts} by rank). Unfreeze the same"
+            " parameters on every rank."
         )
     if everyone[0]:
         strategy.wrap_again()

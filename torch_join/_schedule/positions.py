@@ -203,8 +203,8 @@ class Position:
             state = None
         if (state is not None) != self._stateful:
             raise JoinValueError(
-                f"The state has {'with' if state is not None else 'without'} position of a loader, but this"
-                f" {type(loader).__name__} {'takes none' if state is not None else 'needs one'}. Resume with the kind"
+                f"The state has {'a' if state is not None else 'no'} position of a loader, but this"
+                f" {type(loader).__name__} {'cannot use one' if state is not None else 'needs one'}. Resume with the kind"
                 " of loader that was used when the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
