@@ -110,7 +110,7 @@ class Backwards:
         Raises:
             UnsupportedError: The group lacks some ranks. Its members compute one batch together, and are all needed.
         """
-        zeros = f"{operation} was called with gradients, in a forward, when {name_ranks(joined)} of its group"
+        zeros = f"{operation} was called with gradients, in a forward, while {name_ranks(joined)} of its group"
         if {*self._members.global_ranks} - {*group}:
             raise UnsupportedError(
                 f"{zeros} {'have' if len(joined) > 1 else 'has'} finished and others have not, so the others would"

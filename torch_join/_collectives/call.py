@@ -64,12 +64,12 @@ _FSDP = Refusal(
 )
 _DTENSOR = Refusal(
     "a collective that assembles a `DTensor` (`full_tensor`, `redistribute`, norms of sharded gradients)",
-    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
+    "it needs the shards of finished ranks, and zeros in their place would be wrong",
     "`torch.nn.utils.clip_grad_norm_` to clip, or do it after the loop, on all ranks",
 )
 _ZERO = Refusal(
     "a collective of DeepSpeed outside the forwards, backwards, steps and checkpoints of an engine passed to `Join`",
-    "it needs the shards of ranks that have joined, and zeros in their place would be wrong",
+    "it needs the shards of finished ranks, and zeros in their place would be wrong",
     "the engine itself, `Join([engine])`; and read or write whole parameters before or after the loop",
 )
 _MODEL_AVERAGING = Refusal(

@@ -220,7 +220,7 @@ _broadcast = partial(_in_place, "broadcast", dist.BroadcastOptions)
 _REDUCED = "as for the reduce operation"
 _PART = "their part of the reduction over the active ranks"
 _PARTS = "their parts of the reductions over the active ranks"
-_GATHERED = "zeros in the joined ranks' places"
+_GATHERED = "zeros in the finished ranks' places"
 ENTRIES = {
     entry.operation: entry
     for entry in (
@@ -241,8 +241,8 @@ ENTRIES = {
         Entry("all_to_all_single", "zeros", _GATHERED, _all_to_all),
         Entry("barrier", "its arrival", "nothing", _barrier),
         Entry("monitored_barrier", "its arrival", "nothing", _barrier),
-        Entry("all_gather_object", "`None`", "`None` in the joined ranks' places", _objects),
-        Entry("gather_object", "`None`", "on the destination: `None` in the joined ranks' places", _objects),
+        Entry("all_gather_object", "`None`", "`None` in the finished ranks' places", _objects),
+        Entry("gather_object", "`None`", "on the destination: `None` in the finished ranks' places", _objects),
         Entry("broadcast_object_list", "nothing, it receives and forgets", "what the source sends", _objects),
         Entry("scatter_object_list", "nothing, it receives and forgets", "what the source sends them", _objects),
     )

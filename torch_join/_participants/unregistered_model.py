@@ -66,6 +66,6 @@ def missing_model(joined: Sequence[int]) -> UnsupportedError:
     """Return the error for a model that was not passed to `Join`."""
     return UnsupportedError(
         "The loop trains a DistributedDataParallel model that was not passed to Join, so the all-reduce of its"
-        f" gradients would wait for {name_ranks(joined)}, which finished and does not follow this model. Pass every"
-        " such model to Join, wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
+        f" gradients would hang: {name_ranks(joined)} finished and cannot follow this model. Pass every such model to"
+        " Join, wrapped before the `with`: Join([model_a, model_b, optimizer, ...])."
     )

@@ -204,8 +204,8 @@ class Position:
         if (state is not None) != self._stateful:
             raise JoinValueError(
                 f"The state has {'a' if state is not None else 'no'} position of a loader, but this"
-                f" {type(loader).__name__} {'cannot use one' if state is not None else 'needs one'}. Resume with the kind"
-                " of loader that was used when the state was written."
+                f" {type(loader).__name__} {'cannot use one' if state is not None else 'needs one'}. Resume with the"
+                " kind of loader with which the state was written."
             )
         is_over = place["ended"] or (state is not None and is_finished(state))
         # Other loaders are read up to the last batch: a stream may count its passes, a sampler may draw at its end.
