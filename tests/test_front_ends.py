@@ -77,11 +77,11 @@ IN_LOCKSTEP = ("lightning", "transformers")
 ALL = (*OF_OWN_LOOPS, *IN_LOCKSTEP)
 # The fault, the front ends that find it, and a part of the error, which all ranks raise.
 REFUSED = [
-    ("MonitorOnOne", OF_OWN_LOOPS, "All ranks must pass Join the same joinables in the same order"),
+    ("MonitorOnOne", OF_OWN_LOOPS, "Pass the same joinables in the same order on all ranks"),
     ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, but not of rank 0."),
-    ("Window", ("plain", "fabric"), "holds gradients that its optimizer has not stepped with"),
-    ("Window", ("sharded",), "has joined while it holds a gradient that no sync has averaged yet"),
-    ("MockGiven", OF_OWN_LOOPS, "A Mock is in the list of joinables"),
+    ("Window", ("plain", "fabric"), "holds gradients that its optimizer has not used yet"),
+    ("Window", ("sharded",), "finished while holding an accumulated, not yet synced gradient"),
+    ("MockGiven", OF_OWN_LOOPS, "The list of joinables contains a Mock"),
     ("MockGiven", ("lightning",), "got Mock"),
     ("OwnRate", ALL, "The ranks' optimizers differ"),
     ("Miscounts", ALL, "weighting returned nan"),
@@ -90,12 +90,12 @@ REFUSED = [
 ]
 # The same, and the ranks that are warned.
 WARNED = [
-    ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has joined", (1,)),
-    ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each seems to be that rank's own shard.", (0, 1)),
-    ("DealtAgain", ("lightning",), "so each seems to be that rank's own shard.", (0,)),
+    ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has finished", (1,)),
+    ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each dataset seems to be a rank's own shard.", (0, 1)),
+    ("DealtAgain", ("lightning",), "so each dataset seems to be a rank's own shard.", (0,)),
     ("Window", ("accelerate",), "within an accumulation window", (0, 1)),
     ("Window", ("lightning",), "within an accumulation window", (0,)),
-    ("AverageOnOne", ("plain", "fabric", "accelerate"), "since not all ranks keep it: average", (0,)),
+    ("AverageOnOne", ("plain", "fabric", "accelerate"), "and these had finished: average", (0,)),
     ("Unfreezes", ("plain", "fabric", "accelerate"), "the ranks already differed in model 0", (0,)),
 ]
 
@@ -124,7 +124,7 @@ def test_a_fault_is_warned_of(workers: Workers, fault: str, front_end: str, said
 
 
 _TAIL = (
-    "Rank 0 has run out of batches; 1 of 2 ranks still have some. weighting='world': their steps are scaled by 1/2;"
+    "Rank 0 has run out of batches; 1 of 2 ranks still have batches. weighting='world': their steps are scaled by 1/2;"
     " weighting='samples' counts each sample the same."
 )
 _EPOCH = (

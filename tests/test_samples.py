@@ -345,10 +345,10 @@ RELOAD = "`reload_dataloaders_every_n_epochs=1`"
 LONG, SHORT = (f"`__len__` of a stream, a sampler or a loader: too {how}" for how in ("large", "small"))
 LONG_DATA, SHORT_DATA = (f"`__len__` of a dataset with indices: too {how}" for how in ("large", "small"))
 
-TWICE = "which already gives this process 1 of 3 samples. Accelerate splits these among 3 processes again"
-DEALT_AGAIN = "each rank runs 1 of 3 samples of its own"
+TWICE = "which already gives this process 1 of every 3 samples. Accelerate would split these again among 3 processes"
+DEALT_AGAIN = "each rank runs only 1 of every 3 samples in its shard"
 FILLED_UP = "repeat samples to fill their last batches"
-SAID, LEFT = "said it had 6 batches and yielded 4", "have batches left after 2 steps"
+SAID, LEFT = "reported 6 batches but yielded only 4", "have batches left after 2 steps"
 MINE = {"own_shards": True}
 ACCELERATES = exactly([0, 1, 6, 7, 12, 13], [2, 3, 8, 9], [4, 5, 10, 11])
 TOO_SHORT = {"lightning": (first_of_own(0, 4, 2), ""), "trainer": (first_of_own(0, 4, 4), LEFT)}
@@ -413,7 +413,7 @@ CASES = [
         whole(Stream),
         exactly([0, 1, 6, 7, 12], [2, 3, 8, 9, 13], [4, 5, 10, 11, 0]),
         {},
-        "fills up its last batches",
+        "fills its last batches with repeated samples",
     ),
     in_lightning(LIMIT, own(), first_of_own(0, 4, 2), limit_train_batches=0.5, **ALONE),
     in_lightning(LIMIT, whole(), lambda epoch: shuffled(epoch, 2), limit_train_batches=0.5),
@@ -476,8 +476,8 @@ def contradict(rank: int, front_end: str) -> Seen:
 @pytest.mark.parametrize(
     ("front_end", "said"),
     [
-        ("accelerate", "that accelerator.prepare has split among the processes"),
-        ("fabric", "own_shards=True contradicts use_distributed_sampler=True"),
+        ("accelerate", "that accelerator.prepare has already split among the processes"),
+        ("fabric", "own_shards=True cannot be combined with use_distributed_sampler=True"),
     ],
 )
 def test_own_shards_that_are_dealt_out_raise(workers: Workers, front_end: str, said: str) -> None:

@@ -238,7 +238,7 @@ def test_a_place_that_is_not_there(workers: Workers, tmp_path: Path) -> None:
     lengths = (4, 5, 3)
     workers.run(3, resume_own, lengths, str(tmp_path), Accelerator, "main", "")
     for outcome in workers.outcomes(3, resume_own, lengths, str(tmp_path), Accelerator, "", "before"):
-        assert "lacks the position of rank 1, 2 in its own loader" in outcome.error
+        assert "has no loader position for rank 1, 2" in outcome.error
 
 
 def test_a_loader_whose_place_would_be_left_out(workers: Workers, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def misuse(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("prepared inside", "Prepare all models before"),
+        ("prepared inside", "Prepare all models first"),
         ("trigger", "trigger_sync_in_backward synchronizes a model"),
         ("twice", "was passed to two nested Joins"),
         ("counted windows", "A weighting function cannot be used with gradient_accumulation_steps > 1"),

@@ -89,7 +89,7 @@ def missed(rank: int) -> list[str]:
 def test_a_rank_that_misses_a_part_of_a_metric_is_told_so(workers: Workers) -> None:
     first, second = workers.run(2, missed)
     assert not any("has finished" in text for text in first)
-    assert sum("Rank 1 has finished, and does not see what the other ranks gather" in text for text in second) == 1
+    assert sum("Rank 1 has finished, so it does not receive the samples" in text for text in second) == 1
 
 
 def pairs(rank: int, how: str) -> list[Any]:

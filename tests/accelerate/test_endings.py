@@ -229,7 +229,7 @@ def test_a_process_that_ends_with_old_parameters_fails(workers: Workers, lengths
     outcomes = workers.outcomes(2, leave, lengths, "held", "", False, "exit")
     assert outcomes[short].trace == "exit code 1\n"
     assert (
-        f"Rank {short}: JoinError: The process left a loop that others continued, and exited"
+        f"Rank {short}: JoinError: This process left a loop early and exited while the others continued"
         in outcomes[1 - short].error
     )
 
@@ -258,7 +258,7 @@ def fail(rank: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["raise", "end"])
 def test_an_error_in_the_body_is_told_to_the_others(workers: Workers, how: str) -> None:
     first, second = workers.outcomes(2, fail, how, timeout=3.0)
-    assert "PeerFailedError: Rank 1 failed, so rank 0 cannot go on. Rank 1: ValueError: bad sample 17" in first.error
+    assert "PeerFailedError: Rank 1 failed, so rank 0 cannot continue. Rank 1: ValueError: bad sample 17" in first.error
     assert second.error == ("the process ended" if how == "end" else "ValueError: bad sample 17")
 
 

@@ -162,7 +162,7 @@ def differ(rank: int) -> None:
 
 def test_other_dimensions_must_be_alike(workers: Workers) -> None:
     for outcome in workers.outcomes(2, differ):
-        assert "differ between ranks in more than their number of rows" in outcome.error
+        assert "differ between ranks in more than the number of rows" in outcome.error
         assert "pad_across_processes" in outcome.error
 
 

@@ -120,7 +120,7 @@ def test_what_a_finished_main_process_cannot_log(workers: Workers) -> None:
     warned, _ = workers.run(2, log_alone, "object")
     assert sum("what rank 1 logs in step" in text for text in warned) == 2
     for outcome in workers.outcomes(2, to_the_end, log_alone, "alone", deadline=40.0):
-        assert "that rank passed the step without logging" in outcome.error
+        assert "that rank completed the step without logging" in outcome.error
 
 
 def see(rank: int, samples: int) -> list[list[float]]:

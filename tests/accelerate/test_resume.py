@@ -175,7 +175,7 @@ def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path
 
 
 REFUSED = (
-    r"written in the middle of an epoch by 2 processes, and this job has another number. The remaining samples are"
+    r"written in the middle of an epoch by 2 processes, and this job has a different number. The remaining samples are"
     r" known if Accelerate deals .* split_batches, dispatch_batches or use_stateful_dataloader"
 )
 
@@ -210,7 +210,7 @@ def test_a_stream_without_a_length_is_skipped_in(workers: Workers) -> None:
 
 def test_an_order_from_another_generator_is_refused(workers: Workers, tmp_path: Path) -> None:
     """One process draws from torch's own, and several from one that Accelerate makes."""
-    with pytest.raises(WorkerError, match="in an order that they drew from the generator of torch itself"):
+    with pytest.raises(WorkerError, match="in an order drawn from the generator of torch itself"):
         check(workers, Chain((1, 2), (1,), 20, "injected", seedable=False), tmp_path, train)
 
 

@@ -149,8 +149,8 @@ def enter(rank: int, script: Sharded, kind: str) -> None:
             {"dp_shard_size": 2},
             r"this parallelism_config \(tp_size > 1\) several ranks compute",
         ),
-        ("context parallelism", {"cp_size": 2}, r"this parallelism_config \(cp_size > 1\) several ranks compute"),
-        ("a mesh without FSDP", {"dp_shard_size": 2}, "with a parallelism_config and without FSDP the ranks hold"),
+        ("context parallelism", {"cp_size": 2}, r"\(cp_size > 1\), with which several ranks compute"),
+        ("a mesh without FSDP", {"dp_shard_size": 2}, "does not support a parallelism_config without FSDP"),
     ],
 )
 def test_what_is_not_supported_says_why(workers: Workers, kind: str, mesh: dict[str, int], text: str) -> None:

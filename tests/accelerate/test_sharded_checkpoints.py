@@ -176,7 +176,7 @@ def test_a_state_dict_in_the_tail(workers: Workers, version: int) -> None:
 
 def test_a_state_dict_that_nobody_would_get(workers: Workers) -> None:
     outcomes = workers.outcomes(2, take_weights, possible(Sharded(lengths=(2, 5), epochs=1)), "get_state_dict", "")
-    text = "rank 0), which has run out of batches. Call save_model or save_state"
+    text = "rank 0), which has finished. Call save_model or save_state"
     assert all(text in outcome.error for outcome in outcomes), outcomes
 
 

@@ -140,16 +140,16 @@ def test_after_a_plain_loop(workers: Workers) -> None:
 # ---------------------------------------------------------------- what cannot be joined
 
 BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
-    "scalar": (lambda rank: [{"loss": torch.tensor(1.0)}], lambda _: None, "rows['loss'] is a tensor without dim"),
+    "scalar": (lambda rank: [{"loss": torch.tensor(1.0)}], lambda _: None, "rows['loss'] is a 0-dim"),
     "rows": (
         lambda rank: [(torch.ones(2), torch.ones(3 - rank))],
         lambda _: None,
-        "rank 0 cannot be joined. Batch 0: rows[1] has 3 rows, but rows[0] 2",
+        "rank 0 cannot be gathered. Batch 0: rows[1] has 3 rows, but rows[0] has 2",
     ),
     "list of tensors": (
         lambda rank: [{"y": [torch.ones(3)] * 2}],
         lambda rank: [[0, 1, 2]],
-        "rows['y'] has 2 rows, but its batch 3. Return one row per sample: a list has one object per sample",
+        "rows['y'] has 2 rows, but its batch has 3. Return one row per sample: a tensor, or a list",
     ),
     "type": (lambda rank: ["text"], lambda _: None, "rows is a str"),
     "shapes": (
@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
     "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices of 2 batches, but rows of 1"),
     "floats": (lambda rank: [[1]], lambda rank: [[1.5]], "Indices must be integers, not [1.5]"),
     "pickle": (lambda rank: [[lambda: 0]], lambda _: None, "rows cannot be pickled"),
-    "empty": (lambda rank: [{}], lambda _: None, "rows contains no tensor and no list"),
+    "empty": (lambda rank: [{}], lambda _: None, "rows contains no tensors or lists"),
 }
 
 
@@ -176,7 +176,7 @@ def gather_badly(rank: int) -> dict[str, str]:
         with Join([nn.Linear(1, 1)]) as join, pytest.raises(ValueError, match=r"rows|ranks") as error:
             join.gather_in_order(rows(rank), indices(rank))
         said[kind] = str(error.value)
-    with pytest.raises(ValueError, match="in the same way"):
+    with pytest.raises(ValueError, match="in different ways"):
         gather_in_order([[1]], rank=rank)
     return said
 

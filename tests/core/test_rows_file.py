@@ -56,18 +56,18 @@ def write_badly(rank: int, folder: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("disks", "all ranks need the same file system"), ("other", "rank 0 has rows")]
+    ("kind", "text"), [("disks", "Use a file system that all ranks share"), ("other", "rank 0 has rows")]
 )
 def test_what_cannot_be_written_raises_on_all_ranks(workers: Workers, kind: str, text: str, tmp_path: Path) -> None:
     for said, *left in workers.run(2, write_badly, str(tmp_path), kind):
-        assert said.startswith("Rank 0 could not write all rows to")
+        assert said.startswith("Rank 0 could not write the rows to")
         assert text in said
         assert left == []
 
 
 def test_another_file(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"torch")
-    with pytest.raises(JoinValueError, match="is not a file of rows"):
+    with pytest.raises(JoinValueError, match="is not a rows file"):
         read_rows(tmp_path / "other")
 
 

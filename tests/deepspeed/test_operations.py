@@ -191,12 +191,12 @@ def do_in_the_tail(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("read", "ranks \\[0\\] have joined.*shards of ranks that have joined"),
-        ("arguments", "step\\(\\) got arguments while ranks \\[0\\]"),
-        ("clipped", "stage 0 were changed by hand \\(clipped, for example\\) while ranks \\[0\\]"),
-        ("twice", "retain_graph=True\\) while ranks \\[0\\]"),
-        ("torch", "by loss.backward\\(\\).*while ranks \\[0\\].*Call engine.backward"),
-        ("coalesced", "coalesce_grad_reduction\\(\\) while ranks \\[0\\]"),
+        ("read", "ranks \\[0\\] have finished.*shards of finished ranks"),
+        ("arguments", "step\\(\\) got arguments after ranks \\[0\\] finished"),
+        ("clipped", "stage 0 were modified by hand \\(clipped, for example\\) after ranks \\[0\\]"),
+        ("twice", "retain_graph=True\\) was called after ranks \\[0\\]"),
+        ("torch", "with loss.backward\\(\\).*after ranks \\[0\\].*Call engine.backward"),
+        ("coalesced", "coalesce_grad_reduction\\(\\) was called after ranks \\[0\\]"),
     ],
 )
 def test_what_would_be_wrong_in_a_tail_raises_on_all(workers: Workers, what: str, says: str) -> None:
@@ -223,7 +223,7 @@ def go_wrong_before_the_tail(rank: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("windows", "torch_join.windows"), ("weights", "whose losses are weighted")]
+    ("what", "says"), [("windows", "torch_join.windows"), ("weights", "whose loss only engine.backward would weight")]
 )
 def test_what_would_be_wrong_in_any_step_raises_on_all(workers: Workers, what: str, says: str) -> None:
     for text in workers.run(2, go_wrong_before_the_tail, what, deadline=60.0):

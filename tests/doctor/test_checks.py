@@ -86,8 +86,8 @@ CASES = {
     # what is broken: the check that says so, parts of what it says, and which are not run
     "is not there": ("store", ["rank 2 did not answer in time"], ["versions", "backend", "links", "epoch", "cost"]),
     "versions": ("versions", ["(older than supported)"], []),
-    "interface": ("links", ["rank 0 cannot listen: ", "No such device"], ["epoch", "cost"]),
-    "network": ("links", ["rank 1: its parent in the tree cannot be reached, at ", "no network"], ["epoch", "cost"]),
+    "interface": ("links", ["rank 0 cannot listen: ", "does not exist or has no address"], ["epoch", "cost"]),
+    "network": ("links", ["rank 1: it cannot reach its parent in the tree, at ", "no network"], ["epoch", "cost"]),
     "raises": ("epoch", ["rank 1: ValueError: no loss here"], ["cost"]),
     "wrong": ("epoch", ["ranks with 0, 3, 5 batches differ by at most "], []),
 }

@@ -90,7 +90,7 @@ def refused(outcomes: list[Any], *texts: str) -> None:
 def test_a_nested_loop_raises_where_some_ranks_run_out(workers: Workers, stream: bool) -> None:
     until = 1 if not stream else 4  # where lengths are certain, at the first
     outcomes = workers.outcomes(2, to_the_end, validate_within, (2, 4), stream, (2, 2), until)
-    refused(outcomes, "started inside another one", "fabric.strategy.batches(zip(a, b))", "Evaluate after")
+    refused(outcomes, "started inside another loop", "fabric.strategy.batches(zip(a, b))", "Evaluate after")
 
 
 def train_within(rank: int, does: str) -> None:
@@ -106,11 +106,7 @@ def train_within(rank: int, does: str) -> None:
 
 @pytest.mark.parametrize("does", ["train", "reduce"])
 def test_an_uneven_nested_loop_does_nothing_together(workers: Workers, does: str) -> None:
-    text = (
-        "with gradients"
-        if does == "train"
-        else "in a joint operation in a loop over a Fabric dataloader, inside another"
-    )
+    text = "with gradients" if does == "train" else "in a loop over a Fabric dataloader, inside another"
     refused(workers.outcomes(2, to_the_end, train_within, does), text)
 
 

@@ -227,4 +227,4 @@ def load(rank: int) -> None:
 def test_a_load_in_the_tail_raises(workers: Workers) -> None:
     for outcome in workers.outcomes(2, to_the_end, load):
         assert UnsupportedError.__name__ in outcome.error or JoinError.__name__ in outcome.error
-        assert "fabric.load was called in a step in which some rank has no batch" in outcome.error
+        assert "fabric.load was called in a step in which some ranks have no batch" in outcome.error

@@ -141,7 +141,7 @@ def test_each_front_end_is_exact_on_two_hosts(addresses: list[str], kind: str) -
 @pytest.mark.parametrize("addresses", [4], indirect=True)
 def test_a_rank_that_is_killed_is_named_with_its_host(addresses: list[str]) -> None:
     message, _ = train(addresses, does="killed")
-    assert message.startswith("PeerFailedError: Rank 1 (on node2) failed, so rank 0 cannot go on.")
+    assert message.startswith("PeerFailedError: Rank 1 (on node2) failed, so rank 0 cannot continue.")
 
 
 @pytest.mark.parametrize("addresses", [4], indirect=True)

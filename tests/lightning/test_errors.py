@@ -255,7 +255,7 @@ class HearsOfAnother(Module):
 
     def hear(self) -> None:
         if self.global_rank == 1:
-            raise PeerFailedError("Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill", 2, "it is ill")
+            raise PeerFailedError("Rank 2 failed, so rank 1 cannot continue. Rank 2: it is ill", 2, "it is ill")
 
 
 class HearsInAStep(HearsOfAnother):
@@ -273,8 +273,8 @@ class HearsBeforeAnEpoch(HearsOfAnother):
 @pytest.mark.parametrize("kind", [HearsInAStep, HearsBeforeAnEpoch])
 def test_a_failure_that_something_else_knows_is_told_by_its_cause(workers: Workers, kind: Any) -> None:
     other, hears, _ = workers.outcomes(3, fit, Fit((6, 6, 0), epochs=1), kind)
-    assert "PeerFailedError: Rank 2 failed, so rank 1 cannot go on. Rank 2: it is ill" in hears.error, hears.trace
-    assert "PeerFailedError: Rank 2 failed, so rank 0 cannot go on. Rank 2: it is ill" in other.error, other.trace
+    assert "PeerFailedError: Rank 2 failed, so rank 1 cannot continue. Rank 2: it is ill" in hears.error, hears.trace
+    assert "PeerFailedError: Rank 2 failed, so rank 0 cannot continue. Rank 2: it is ill" in other.error, other.trace
 
 
 def test_a_metric_that_a_rank_does_not_have_raises(workers: Workers) -> None:

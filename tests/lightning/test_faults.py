@@ -152,7 +152,7 @@ def test_a_rank_that_raises_is_named(workers: Workers, kind: str, where: str, wh
         if rank == who:
             assert outcome.error.startswith(("ValueError: the shelf fell down", "the process ended")), outcome.trace
             continue
-        assert f"PeerFailedError: Rank {who} failed, so rank {rank} cannot go on" in outcome.error, outcome.trace
+        assert f"PeerFailedError: Rank {who} failed, so rank {rank} cannot continue" in outcome.error, outcome.trace
         assert "the shelf fell down" in outcome.error
         assert outcome.seconds < 15
 

@@ -130,7 +130,7 @@ def test_one_process_and_strategies_that_do_not_join(workers: Workers, tmp_path:
     for line in lines[:2]:
         assert line.startswith("Epoch 0: 2 batches (2 on 1 rank) in ")
         assert line.endswith(" s, no rank joined.")
-    assert "DDPStrategy does not join. Use Trainer(strategy='ddp_join')" in lines[2]
+    assert "DDPStrategy does not support joining. Use Trainer(strategy='ddp_join')" in lines[2]
     assert "DDPJoinStrategy with enable=False does not join" in lines[3]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["auto.png", "ddp_join.png"]
 
@@ -171,7 +171,7 @@ def test_many_ranks_are_summed_up() -> None:
 
 
 def test_its_arguments_are_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(JoinValueError, match="from 0 to 1, not 30"):
+    with pytest.raises(JoinValueError, match="between 0 and 1, not 30"):
         JoinMonitor(reshard_above=30)
     with pytest.raises(JoinTypeError, match=r"got True. Write JoinMonitor\(plot='timeline.png'\)"):
         JoinMonitor(plot=True)  # type: ignore[arg-type]

@@ -89,10 +89,10 @@ EXPECTED = {
     "their trainer, our strategy": "DDPJoinStrategy, for the Trainer of `from lightning.pytorch import Trainer`",
     # There nothing of ours is asked: this is all that can be had.
     "their trainer, our name": "an instance of `pytorch_lightning.strategies.Strategy`",
-    "their trainer, JoinCallback": "lightning_join.JoinCallback, which is of `lightning.pytorch`, was given to a"
+    "their trainer, JoinCallback": "lightning_join.JoinCallback, which is for `lightning.pytorch`, was passed to a"
     f" Trainer of `pytorch_lightning`. {REMEDY}",
-    "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor, which is of `lightning.pytorch`, was",
-    "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of `pytorch_lightning`, while",
+    "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor, which is for `lightning.pytorch`, was",
+    "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of `pytorch_lightning`, but",
     "our trainer, a user's callback": REMEDY,
     "our trainer, their data": "JoinTypeError: OtherData is a LightningDataModule of `pytorch_lightning`, while",
     "our trainer, their module": "TypeError: `model` must be a `LightningModule`",
@@ -152,7 +152,7 @@ class Foreign:
 
 def test_a_trainer_of_another_package_is_told_by_its_class() -> None:
     for callback in (JoinCallback(), JoinMonitor()):
-        with pytest.raises(JoinTypeError, match="given to a Trainer of `pytorch_lightning`"):
+        with pytest.raises(JoinTypeError, match="passed to a Trainer of `pytorch_lightning`"):
             callback.setup(Foreign(), Module(Fit((1,))), "fit")  # type: ignore[arg-type]
     assert "pytorch_lightning" not in vars(lightning_join)
 

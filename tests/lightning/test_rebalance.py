@@ -194,7 +194,7 @@ def test_a_rank_that_leaves_the_epoch(workers: Workers, number: int) -> None:
 def test_gifts_to_a_rank_that_leaves_are_counted(workers: Workers) -> None:
     result, _ = workers.run(2, fit, Leaving((1, 9), leaves=(0, 2), epochs=1), Leaves)
     # That of the step, and that of the next one, which was on its way.
-    assert "ranks [1] continue. 2 batches that other ranks gave away are not trained on in this epoch." in result.warned
+    assert "ranks [1] continue. 2 batches that other ranks had sent to them are dropped in this epoch." in result.warned
     assert result.warned.count("returned -1") == 1
 
 
@@ -216,7 +216,7 @@ class Holds(Module):
 def test_more_steps_than_were_estimated_are_told(workers: Workers) -> None:
     for rank, result in enumerate(workers.run(2, fit, Fit((2, 10), epochs=2, rebalance=True), Holds)):
         assert (result.noted, result.global_step) == (12, 20)
-        assert result.warned.count("the epoch has 10 steps, not the 6 of") == (rank == 0)
+        assert result.warned.count("the epoch has 10 steps, not trainer.estimated_stepping_batches (6)") == (rank == 0)
 
 
 # ---------------------------------------------------------------- several loaders

@@ -80,6 +80,6 @@ def test_a_rank_that_raises_in_the_set_up_is_named(
     outcomes = workers.outcomes(2, run_raising, function, hook, culprit, kind)
     assert outcomes[culprit].error == "ValueError: the shelf fell down", outcomes[culprit].trace
     survivor = outcomes[1 - culprit]
-    assert f"PeerFailedError: Rank {culprit} failed, so rank {1 - culprit} cannot go on." in survivor.error
+    assert f"PeerFailedError: Rank {culprit} failed, so rank {1 - culprit} cannot continue." in survivor.error
     assert f"Rank {culprit}: ValueError: the shelf fell down" in survivor.error
     assert survivor.seconds < outcomes[culprit].seconds  # it did not wait for the other's end

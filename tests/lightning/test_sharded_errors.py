@@ -73,10 +73,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]]
     "constant": (Constant, {}, KINDS, ("UnsupportedError: training_step returned a loss that does not depend on",)),
     "not sharded": (NotSharded, {}, KINDS[1:], ("so ModelParallelJoinStrategy would never average its gradients",)),
     # Of FullyShardedDataParallel's parameters torch itself says that they cannot be whole in a forward.
-    "projected": (Projected, {}, KINDS, ("JoinError: The sharded parameters were changed",)),
+    "projected": (Projected, {}, KINDS, ("JoinError: The sharded parameters were modified",)),
     "hooked": (Hooked, {}, KINDS[1:], ("JoinError: A hook of a sharded gradient",)),
-    "cleared": (Cleared, {}, KINDS[1:], ("JoinError: The state of Adam was changed",)),
-    "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of ranks that have joined")),
+    "cleared": (Cleared, {}, KINDS[1:], ("JoinError: The state of Adam was modified",)),
+    "whole": (Whole, {}, KINDS[1:], ("UnsupportedError", "needs the shards of finished ranks")),
 }
 
 

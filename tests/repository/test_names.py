@@ -45,7 +45,7 @@ NAMES: dict[str, tuple[Callable[..., Options], str, str, bool]] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_an_old_name_works_and_warns(name: str) -> None:
     make, old, new, value = NAMES[name]
-    with pytest.warns(FutureWarning, match=f"{old}= is called {new}= now. The old name works until 0.3.0") as caught:
+    with pytest.warns(FutureWarning, match=f"{old}= was renamed to {new}=. The old name works until 0.3.0") as caught:
         found = make(**{old: value})
     assert {each.filename for each in caught} == {__file__}
     assert found == make(**{new: value}) != make()
@@ -57,9 +57,7 @@ def test_both_names_raise(name: str, value: bool) -> None:
     make, old, new, _ = NAMES[name]
     if new == "enable" and value:  # its default, which a configuration gives beside the old name
         return
-    with pytest.raises(
-        JoinTypeError, match=f"{old}= is the old name of {new}=, and both were passed. Remove {old}=\\."
-    ):
+    with pytest.raises(JoinTypeError, match=f"Both {new}= and its old name {old}= were passed. Remove {old}=\\."):
         make(**{old: True, new: value})
 
 
@@ -69,17 +67,17 @@ def use_old_names(rank: int) -> list[bool]:
         accelerator.prepare(nn.Linear(1, 1))
         own = accelerate_join.join_uneven_inputs
         for make in (accelerator.join_uneven_inputs, lambda **options: own(accelerator, **options)):
-            with pytest.warns(FutureWarning, match="heartbeat= is called may_break= now") as caught:
+            with pytest.warns(FutureWarning, match="heartbeat= was renamed to may_break=") as caught:
                 context = make(heartbeat=True)
             assert caught[0].filename == __file__
             with context as inside:
                 found.append(driver_of(inside).options.may_break)
-            with pytest.raises(JoinTypeError, match="both were passed"):
+            with pytest.raises(JoinTypeError, match="Both may_break= and its old name heartbeat= were passed"):
                 make(heartbeat=True, may_break=True)
-        with pytest.warns(FutureWarning, match="heartbeat= is called may_break= now"):
+        with pytest.warns(FutureWarning, match="heartbeat= was renamed to may_break="):
             loop = accelerator.join_batches([1, 2], heartbeat=True)
         assert list(loop) == [1, 2]
-        with pytest.raises(JoinTypeError, match="both were passed"):
+        with pytest.raises(JoinTypeError, match="Both may_break= and its old name heartbeat= were passed"):
             accelerator.join_batches([1, 2], heartbeat=True, may_break=True)
     return found
 
@@ -149,7 +147,7 @@ def test_a_strategys_signature_shows_all_that_it_takes(module: Any, name: str) -
 def test_a_misspelt_option_of_a_strategy_raises(module: Any, name: str) -> None:
     kind = getattr(module, name)
     for slip, meant in {"rebalanc": "rebalance", "wieghting": "weighting"}.items():
-        with pytest.raises(JoinTypeError, match=f"There is no argument '{slip}'. Did you mean '{meant}'?"):
+        with pytest.raises(JoinTypeError, match=f"Join has no argument '{slip}'. Did you mean '{meant}'?"):
             kind(**{slip: True})
     # What goes to torch is none, though it may be near.
     refuse_misspelt(*parameters(kind), *parameters(DistributedDataParallel), *parameters(FullyShardedDataParallel))
@@ -157,7 +155,7 @@ def test_a_misspelt_option_of_a_strategy_raises(module: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_option_of_other_loops_raises(name: str) -> None:
-    with pytest.raises(JoinTypeError, match="Its loops end on all ranks together"):
+    with pytest.raises(JoinTypeError, match="which ends the loop on all ranks together"):
         getattr(lightning_join, name)(may_break=True)
 
 

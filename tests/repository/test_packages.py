@@ -251,8 +251,8 @@ def test_a_private_name_that_has_gone_is_told_as_a_package_is_imported(
     assert error.startswith(f"torch_join._base.errors.UnsupportedError: {framework} "), stderr
     assert f" lacks {text}" in error
     assert "which this package needs" in error
-    assert f"It works with {framework} 2." in error or f"It works with {framework} 1." in error
-    assert error.endswith("install one of these versions, or a newer version of this package.")
+    assert f"Install {framework} 2." in error or f"Install {framework} 1." in error
+    assert error.endswith("or a newer version of this package.")
 
 
 @pytest.mark.parametrize("framework", NEWER)

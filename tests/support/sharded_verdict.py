@@ -17,14 +17,14 @@ def promised(recipe: Recipe) -> str:
     """Return what the errors match that the documentation promises for such a training."""
     found = [NOTHING]
     if recipe.model == "checkpointed reentrant":
-        found.append("was changed by hand")
+        found.append("was modified by hand")
     goes_on = recipe.rest == "goes on" and (recipe.framework or recipe.api == "fsdp1")
     if recipe.no_sync and (recipe.masked >= 0 or goes_on):
-        found.append("holds a gradient that no sync has averaged yet")
+        found.append("accumulated, not yet synced gradient")
     if recipe.clears == "data.zero_" and recipe.api == "fsdp2":
-        found.append("cannot tell whether that one was cleared too")  # where the leader's shard is empty
+        found.append("the active ranks cleared that gradient too")  # where the leader's shard is empty
     if recipe.framework.get("manual"):
-        found.append("optimizes manually")
+        found.append("uses manual optimization")
     return "|".join(found)
 
 

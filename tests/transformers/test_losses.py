@@ -65,7 +65,7 @@ def test_a_loss_that_requires_no_gradient_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(
         2, train, Fit((4, 4), counts=False, extra=PLAIN), SkippingWithoutGradient, timeout=3.0
     ):
-        assert "The loss of rank 1 does not require a gradient" in outcome.error
+        assert "The loss of rank 1 does not require grad" in outcome.error
 
 
 class Cached(Recording):

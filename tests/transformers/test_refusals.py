@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[type[JoinTrainer], Fit, dict[str, Any], str]] = {
 }
 if hasattr(TrainingArguments, "train_sampling_strategy"):
     fit = Fit((2, 5), extra={"train_sampling_strategy": "batch_rebalance"})
-    REFUSED["dealt out"] = JoinTrainer, fit, {}, "each rank has a dataset of its own"
+    REFUSED["dealt out"] = JoinTrainer, fit, {}, "each rank has its own dataset"
 
 
 @pytest.mark.parametrize("name", REFUSED)

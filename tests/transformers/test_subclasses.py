@@ -173,7 +173,7 @@ def test_samples_are_counted_in_lists(workers: Workers) -> None:
 
 
 def test_the_mixin_comes_first() -> None:
-    with pytest.raises(TypeError, match="Put it before the trainer class"):
+    with pytest.raises(TypeError, match="Put JoinTrainerMixin before the trainer class"):
         type("Wrong", (Trainer, JoinTrainerMixin), {})
 
 

@@ -32,4 +32,4 @@ def save(rank: int, lengths: list[int], folder: Path) -> str:
 def test_in_a_tail_it_says_where_it_belongs(workers: Workers, tmp_path: Path, lengths: list[int]) -> None:
     even = lengths[0] == lengths[1]
     for said in workers.run(2, save, lengths, tmp_path):
-        assert said == "" if even else "async_save needs all ranks, but some have joined" in said
+        assert said == "" if even else "async_save needs all ranks, but some have finished" in said

@@ -169,7 +169,7 @@ def test_what_cannot_be_mirrored_raises_and_mispairs_nothing(workers: Workers) -
     assert [message.split()[0] for message in messages[REFUSALS[0].what]] == 4 * names
     assert any(message.startswith("broadcast_object_list ") for message in messages[REFUSALS[1].what])
     for refusal in REFUSALS:
-        text = f"ranks \\[0\\] have joined.*{re.escape(refusal.why)}. Use {re.escape(refusal.instead)}"
+        text = f"ranks \\[0\\] have finished.*{re.escape(refusal.why)}. Use {re.escape(refusal.instead)}"
         assert all(re.search(text, message) for message in messages[refusal.what])
 
 
@@ -208,7 +208,7 @@ def test_a_sharded_model_that_was_not_given_raises_in_the_tail(workers: Workers,
     joined, active = workers.run(2, sharded_forward, kind, mode)
     assert joined == []
     assert len(active) == 1
-    assert "it needs the parameters' shards of ranks that have joined" in active[0]
+    assert "it needs the parameter shards of finished ranks" in active[0]
 
 
 def sum_in_a_local_map(rank: int, lengths: tuple[int, ...]) -> list[float]:

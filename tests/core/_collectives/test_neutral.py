@@ -45,7 +45,7 @@ def test_collectives_are_seen_in_every_form(workers: Workers, form: str, joined:
 
 def test_a_collective_of_other_ranks_is_not_mirrored() -> None:
     mirror(Call("all_reduce", "a group of others", reduce_op="SUM"))
-    with pytest.raises(JoinError, match="announced 'send', which joined ranks cannot take part in"):
+    with pytest.raises(JoinError, match="announced 'send', which finished ranks cannot take part in"):
         mirror(Call("send", "0"))
 
 

@@ -153,7 +153,7 @@ def test_what_was_said_before_a_failure_is_heard() -> None:
 def go_on_without_rank_1(channel: Channel, together: threading.Barrier) -> str:
     channel.barrier()
     if channel.rank == 0:
-        channel.fail("its process is stopped: by a signal.", 1)
+        channel.fail("its process was stopped by a signal.", 1)
     together.wait()
     if channel.rank != 1:
         return ""
@@ -164,7 +164,7 @@ def go_on_without_rank_1(channel: Channel, together: threading.Barrier) -> str:
 
 def test_a_rank_that_others_have_given_up_is_told() -> None:
     told = threads.run(3, go_on_without_rank_1, threading.Barrier(3))[1]
-    assert told == "The others go on, or end, without rank 1: its process is stopped: by a signal."
+    assert told == "The other ranks continued or exited without rank 1: its process was stopped by a signal."
 
 
 def fail_in_turn(channel: Channel, together: threading.Barrier) -> str:
@@ -189,7 +189,7 @@ def wait_after_a_failure(channel: Channel) -> str:
 
 
 def test_who_has_failed_waits_for_nobody() -> None:
-    assert threads.run(2, wait_after_a_failure)[0].endswith("after it has reported its failure to them: ValueError: no")
+    assert threads.run(2, wait_after_a_failure)[0].endswith("has already reported its failure to them: ValueError: no")
 
 
 def wait_in_vain(rank: int) -> str:
@@ -226,7 +226,7 @@ def test_sums_are_exact_and_the_same_in_any_order() -> None:
 
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf])
 def test_counts_out_of_range_are_refused(count: float) -> None:
-    with pytest.raises(JoinValueError, match=f"adds up a finite number of each rank, 0 or more, not {count}"):
+    with pytest.raises(JoinValueError, match=f"takes a finite number of at least 0 from each rank, not {count}"):
         Channel().barrier(count)
 
 

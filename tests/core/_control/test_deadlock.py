@@ -120,7 +120,7 @@ def end_together(rank: int) -> None:
     [
         (breaks, 2, ["rank 0 is in a backward (all_reduce) at", "may_break=True"]),
         (skips, 2, ["rank 1 is in DDP's broadcast of buffers", "ddp.module(x)", "join.batches(good(loader))"]),
-        (skips_certain, 2, ["Rank 1 did not sync gradients in step 1 of the loop, and rank 0 did. Since then"]),
+        (skips_certain, 2, ["Rank 1 did not sync gradients in step 1 of the loop, but rank 0 did. Since then"]),
         (reduces_alone, 3, ["rank 1 is in all_reduce at", "only some ranks call"]),
         (gathers_apart, 2, ["rank 0 is in a backward (all_reduce) at", "rank 1 is in barrier at", "another order"]),
         (begins_alone, 2, ["rank 0 is in a meeting of all ranks", "rank 1 is in barrier at", "count epochs"]),
@@ -132,7 +132,7 @@ def test_all_ranks_are_told(workers: Workers, program: Any, world_size: int, sai
     for name, text, seconds in outcomes:
         assert name == "JoinError"
         assert text == outcomes[0][1]
-        assert text.startswith("These ranks wait for each other for ever: rank")
+        assert text.startswith("Deadlock: these ranks wait for each other: rank")
         assert all(each in text for each in said)
         assert seconds < 20
     lines = [int(part.split(",")[0].split(" ")[0]) for part in outcomes[0][1].split(f"{__file__}:")[1:]]

@@ -242,7 +242,7 @@ def check(crowd: Workers, tmp_path: Path, case: Case) -> None:
         assert outcome.value is not None, (case, rank, outcome)
         text, start, end = outcome.value
         if case.how == "raise" and case.step not in ("", "first"):  # which is said where ranks meet next
-            assert text.startswith("UnsupportedError: The ranks cannot be connected to each other"), (case, rank, text)
+            assert text.startswith("UnsupportedError: The ranks cannot connect to each other"), (case, rank, text)
             assert re.search(rf" rank {case.victim}( cannot listen)?: KeyError: 'a hole'[;.]", text), (case, rank, text)
         elif case.how == "cut":
             a, b = sorted((case.victim, case.peer))

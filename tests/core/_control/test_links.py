@@ -336,7 +336,7 @@ def test_a_killed_rank_is_named_without_epoll(workers: Workers) -> None:
     outcomes = workers.outcomes(3, end_without_epoll)
     for rank in (0, 2):
         text, seconds = outcomes[rank].value
-        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone")
+        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot continue. Rank 1: its process is gone")
         assert seconds < 1.0
 
 
@@ -589,8 +589,8 @@ def end_at_once(rank: int, gone: tuple[int, ...]) -> str:
 
 def test_who_finds_several_ranks_gone_does_not_blame_one(crowd: Workers) -> None:
     text = crowd.outcomes(10, end_at_once, (2, 5))[9].value
-    assert text.startswith("Rank 2 failed, so rank 9 cannot go on. Rank 2: its process is gone")
-    assert "So did rank 5, and any of them may have been the first." in text
+    assert text.startswith("Rank 2 failed, so rank 9 cannot continue. Rank 2: its process is gone")
+    assert "The same goes for rank 5, and any of them may have failed first." in text
 
 
 def notice_late(rank: int, late: int) -> str:
@@ -608,7 +608,7 @@ def notice_late(rank: int, late: int) -> str:
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_notices_late_that_a_link_broke_takes_nobody_for_killed(crowd: Workers, late: int) -> None:
     for rank, text in enumerate(crowd.run(3, notice_late, late)):
-        assert text.startswith(f"Rank {rank} cannot go on: the link between ranks 0 and 1 broke"), text
+        assert text.startswith(f"Rank {rank} cannot continue: the link between ranks 0 and 1 broke"), text
 
 
 def wait_for_each_other(rank: int, cores: int) -> list[int]:

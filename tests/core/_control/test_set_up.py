@@ -77,7 +77,7 @@ def test_who_does_not_come_in_time_is_named(workers: Workers, before: int) -> No
     first, second, _ = workers.run(3, come_late, before, timeout=2.0)
     assert first.startswith("Rank 0 waited 3 s for rank 2 to start its `with`")
     assert second.startswith(
-        "Rank 0 failed, so rank 1 cannot go on. Rank 0: its process is gone"
+        "Rank 0 failed, so rank 1 cannot continue. Rank 0: its process is gone"
     )  # it has just said so
 
 
@@ -99,7 +99,7 @@ def say(rank: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["large", "small", "garbage", "wrong"])
 def test_what_no_rank_says_is_refused(workers: Workers, what: str) -> None:
     text = workers.run(2, say, what)[1]
-    assert "This rank read a message (what ranks say at the begin) that none of its ranks sent" in text
+    assert "This rank read a malformed message (the ranks' first message)" in text
 
 
 def look_at_the_store(rank: int) -> bool:

@@ -33,4 +33,4 @@ def test_torchrun_names_the_rank_that_failed(tmp_path: Path) -> None:
     told = subprocess.run(launch, capture_output=True, text=True, timeout=90, check=False).stderr
     others, _, cause = told.partition("Root Cause (first observed failure):")
     assert re.findall(r"rank +: (\d)", cause) == ["1"], told
-    assert "traceback : Rank 1 failed, so rank 0 cannot go on. Rank 1: RuntimeError: out of luck" in others
+    assert "traceback : Rank 1 failed, so rank 0 cannot continue. Rank 1: RuntimeError: out of luck" in others

@@ -94,13 +94,13 @@ def test_a_wrong_secret_and_a_wrong_rank_are_refused(on_this_host: bool) -> None
     threads = [threading.Thread(target=connect, args=arguments) for arguments in ((1, bytes(32)), (2, SECRET))]
     for thread in threads:
         thread.start()
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not connected"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not connect"):
         accept(listener, {1}, SECRET, 1.0)
     for thread in threads:
         thread.join()
     listener.close()
     assert len(problems) == 2
-    assert all(f"cannot be reached, at {where[0][0]}: " in problem for problem in problems)
+    assert all(f"cannot reach its parent in the tree, at {where[0][0]}: " in problem for problem in problems)
 
 
 def test_a_parent_that_does_not_know_the_secret_is_left() -> None:
@@ -114,7 +114,7 @@ def test_a_parent_that_does_not_know_the_secret_is_left() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(TimeoutError, match=r"somebody else is there|hung up|reset"):
+        with pytest.raises(TimeoutError, match=r"another program answered|hung up|reset"):
             connect_to((["127.0.0.1"], listener.getsockname()[1]), 1, SECRET, 0.15)
         socket.create_connection(listener.getsockname()).close()
         thread.join()
@@ -190,10 +190,10 @@ def open_where_one_cannot(rank: int, hosts: str) -> str:
 
 def test_all_say_why_one_cannot_be_connected(workers: Workers) -> None:
     for text in workers.run(3, open_where_one_cannot, "abc"):
-        assert text.startswith("The ranks cannot be connected to each other")
-        assert "rank 1: its parent in the tree cannot be reached, at " in text
+        assert text.startswith("The ranks cannot connect to each other")
+        assert "rank 1: it cannot reach its parent in the tree, at " in text
         assert "Allow TCP connections" in text
-        assert "name the interface of one on each in GLOO_SOCKET_IFNAME" in text
+        assert "set GLOO_SOCKET_IFNAME on each host" in text
 
 
 # ---------------------------------------------------------------- children that outlive their parent
@@ -233,5 +233,5 @@ def test_workers_that_outlive_a_rank_do_not_hide_that_it_is_gone(crowd: Workers,
         os.kill(int(child), signal.SIGKILL)
     for rank in (0, 2, 3):
         text, end = outcomes[rank].value
-        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot go on. Rank 1: its process is gone")
+        assert text.startswith(f"Rank 1 failed, so rank {rank} cannot continue. Rank 1: its process is gone")
         assert end - float(struck) < 0.5

@@ -214,7 +214,7 @@ def test_a_change_to_what_a_shard_is_stepped_with_raises(workers: Workers) -> No
 
 
 def hold(rank: int, lengths: Lengths, stops: Lengths) -> list[str]:
-    with warned("Nobody can tell") as said:
+    with warned("Join cannot tell whether") as said:
         train(rank, lengths, stops, "average", "held")
     return said
 

@@ -254,7 +254,7 @@ def test_what_a_step_changes_where_the_ranks_meet_is_named(
     (own, said), (last, nothing) = workers.run(2, anneal, loop, options)
     assert (own, last, nothing) == (2, 4, [])
     assert len(said) == 1
-    assert "its own model 0 (Net): tau: a step changed" in said[0]
+    assert "its own model 0 (Net): tau. Code changed" in said[0]
     assert "mine" not in said[0]
     assert workers.run(2, anneal, loop, {**options, "hand_over_buffers": True}) == [(4, []), (4, [])]
 

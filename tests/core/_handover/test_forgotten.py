@@ -210,7 +210,7 @@ def test_an_average_that_one_rank_alone_keeps_is_named(
     others = ["missing", "missing", "missing"]
     others[keeper] = "changed"
     where = ", ".join(f"{what} on rank {rank}" for rank, what in enumerate(others[: len(lengths)]))
-    assert re.search(rf"not all ranks keep it: {name} in keep_on_one\(\), .* \({where}\)\. .* pass it to Join", said[0])
+    assert re.search(rf"these had finished: {name} in keep_on_one\(\), .* \({where}\)\. .* pass it to Join", said[0])
 
 
 @pytest.mark.parametrize(

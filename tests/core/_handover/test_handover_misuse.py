@@ -65,8 +65,8 @@ def misuse(rank: int, what: str) -> None:
 MISUSE = {
     "unknown": "JoinTypeError: Ranks 0, 1, 2: A int has no state to hand over. Pass a model (torch.nn.Module,",
     "unknown on one": "JoinTypeError: Rank 0: A str has no state to hand over.",
-    "source": "JoinValueError: The ranks disagree on the source rank, whose state counts: Rank 0 said 0;",
-    "no such source": "JoinValueError: The source must be a rank from 0 to 2, not 5.",
+    "source": "JoinValueError: The ranks passed different source ranks: Rank 0 said 0;",
+    "no such source": "JoinValueError: The source rank must be between 0 and 2, not 5.",
     "unpicklable": "JoinTypeError: Rank 1: other 0 (Holder).state_dict()['value'] is a lock that cannot be",
     "reference": "JoinTypeError: Rank 1: other 0 (Holder).state_dict()['value'] refers to a SGD, which cannot be sent.",
     "meta": "JoinTypeError: Rank 1: model 1 (Linear): weight cannot be handed over: it is on the meta device.",
@@ -74,9 +74,9 @@ MISUSE = {
     "fewer": "JoinValueError: The ranks passed different objects: Rank 0 gave [Linear]; Ranks 1, 2 gave [Linear, SGD].",
     "other kind": "JoinValueError: The ranks passed different objects: Rank 0 gave [Linear, Adam]; Ranks 1, 2 gave [Li",
     "shape": "JoinValueError: Rank 0: model 0 (Linear): weight is float32[3, 2] on {} here and float32[2, 2]",
-    "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters here and on the source: ['bias'] are",
-    "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has groups of [2, 1] parameters here, but of [2] on",
-    "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) must be enabled on both the source and this rank",
+    "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters on this rank",
+    "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has parameter groups of [2, 1] parameters on this",
+    "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) is enabled on only one of this rank",
     "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source,",
 }
 
@@ -94,5 +94,5 @@ def test_a_world_of_one_is_only_checked() -> None:
     assert checksum([model]) == before
     with pytest.raises(JoinTypeError, match="A int has no state"):
         hand_over([3], 0, Channel())
-    with pytest.raises(JoinValueError, match="from 0 to 0, not 1"):
+    with pytest.raises(JoinValueError, match="between 0 and 0, not 1"):
         hand_over([], 1, Channel())

@@ -149,8 +149,8 @@ def misled(rank: int) -> list[str]:
 
 def test_lengths_that_prove_wrong_are_told(workers: Workers) -> None:
     for said in workers.run(3, misled):
-        assert [text.partition(". ")[0] for text in said] == [
-            f"The train dataloader of rank {rank} said it had {length + 1} batches and yielded {length}"
+        assert [text.partition(", ")[0] for text in said] == [
+            f"The train dataloader of rank {rank} reported {length + 1} batches but yielded only {length}"
             for _ in range(EPOCHS)
             for rank, length in enumerate((2, 1, 1))
         ]

@@ -182,7 +182,7 @@ def test_rebalanced(workers: Workers) -> None:
 
 def test_all_ranks_give_one_or_none(workers: Workers) -> None:
     for outcome in workers.outcomes(2, _train, (2, 2), {"monitored": (True, False)}):
-        assert "must pass Join the same" in outcome.error
+        assert "Pass the same joinables" in outcome.error
         assert "a monitor" in outcome.error
 
 
@@ -263,16 +263,16 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     monitor = JoinMonitor(tmp_path / "file" / "report.html")
     monitor.write()  # nothing
     monitor.epochs += make_epochs(2, 1)
-    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
+    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training continues"):
         monitor.write()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monitor.write()
     monitor = JoinMonitor("no such\0path.html")
     monitor.epochs += make_epochs(2, 1)
-    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training goes on"):
+    with pytest.warns(UserWarning, match="JoinMonitor cannot write .* Training continues"):
         monitor.write()
-    with pytest.raises(JoinTypeError, match=r"report is the path of the page .* got True"):
+    with pytest.raises(JoinTypeError, match=r"report must be the path of the page .* got True"):
         JoinMonitor(True)  # type: ignore[arg-type]
 
 

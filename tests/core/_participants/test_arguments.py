@@ -27,20 +27,20 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model": (
         lambda: Join(nn.Linear(1, 1)),  # type: ignore[arg-type]
         JoinTypeError,
-        r"the joinables as a list, not as one Linear: \[model, optimizer",
+        r"joinables must be a list, not a Linear. Pass \[model, optimizer",
     ),
-    "layers": (lambda: Join(nn.Sequential(nn.Linear(1, 1))), JoinTypeError, "not as one Sequential"),  # type: ignore[arg-type]
-    "a dictionary": (lambda: Join({"net": nn.Linear(1, 1)}), JoinTypeError, "not as one dict"),  # type: ignore[arg-type]
+    "layers": (lambda: Join(nn.Sequential(nn.Linear(1, 1))), JoinTypeError, "not a Sequential"),  # type: ignore[arg-type]
+    "a dictionary": (lambda: Join({"net": nn.Linear(1, 1)}), JoinTypeError, "not a dict"),  # type: ignore[arg-type]
     "nothing": (lambda: Join([]), JoinValueError, "requires at least one joinable: pass the objects that change"),
     "a loader": (
         lambda: Join([nn.Linear(1, 1), StatefulDataLoader([1])]),  # type: ignore[arg-type]
         JoinTypeError,
-        r"A loader is in the list of joinables.*for batch in join.batches\(loader\)",
+        r"The list of joinables contains a loader.*for batch in join.batches\(loader\)",
     ),
     "a mock": (
         lambda: Join([nn.Linear(1, 1), Mock()]),
         JoinTypeError,
-        "A Mock is in the list of joinables. It has attr",
+        "The list of joinables contains a Mock, which has every attr",
     ),
     "seconds": (
         lambda: Join([nn.Linear(1, 1)], timeout=5),  # type: ignore[arg-type]
@@ -50,17 +50,17 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "misspelt": (
         lambda: Join([nn.Linear(1, 1)], weigthing="samples"),
         JoinTypeError,
-        "There is no argument 'weigthing'. Did you mean 'weighting'?",
+        "Join has no argument 'weigthing'. Did you mean 'weighting'?",
     ),
     "unknown": (
         lambda: Join([nn.Linear(1, 1)], colour="red"),
         JoinTypeError,
-        "There is no argument 'colour', and no joinable with a hook that could take it. Leave it out",
+        "Join has no argument 'colour', and no joinable has a hook that takes it. Remove it",
     ),
     "in one that does nothing": (
         lambda: Join([nn.Linear(1, 1)], enable=False, colour="red"),
         JoinTypeError,
-        "There is no argument 'colour'",
+        "Join has no argument 'colour'",
     ),
 }
 
@@ -130,10 +130,10 @@ def test_options_go_to_hooks_that_take_them(workers: Workers) -> None:
         assert found == [
             ("red", 2),
             {"shape": "round"},
-            "There is no argument 'wieghting'",
-            "There is no argument 'shape', and no joinable with a hook that could take it",
-            "There is no argument 'shape', and no joinable with a hook that could take it",
-            "There is no argument 'weigthing'",
+            "Join has no argument 'wieghting'",
+            "Join has no argument 'shape', and no joinable has a hook that takes it",
+            "Join has no argument 'shape', and no joinable has a hook that takes it",
+            "Join has no argument 'weigthing'",
         ]
 
 
@@ -171,7 +171,7 @@ def test_a_hook_that_takes_anything_gets_words_that_resemble_ours(workers: Worke
 @pytest.mark.parametrize(("own", "slip"), [(own, slip) for own, slips in SLIPS.items() for slip in slips])
 def test_a_slip_does_not_get_there(own: str, slip: str) -> None:
     for joinables in ([TakesAny.__new__(TakesAny)], [nn.Linear(1, 1)]):
-        with pytest.raises(JoinTypeError, match=f"There is no argument '{slip}'. Did you mean '{own}'"):
+        with pytest.raises(JoinTypeError, match=f"Join has no argument '{slip}'. Did you mean '{own}'"):
             check_options({slip: 1}, joinables)
 
 
@@ -200,10 +200,10 @@ def misuse(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("model", "the joinables as a list, not as one DistributedDataParallel"),
-        ("loader", "Leave the loader out and iterate over it in the context: `for batch in loader`"),
-        ("misspelt", "There is no argument 'may_brake'. Did you mean 'may_break'?"),
-        ("unknown", "There is no argument 'colour'"),
+        ("model", "joinables must be a list, not a DistributedDataParallel"),
+        ("loader", "Remove the loader and iterate over it in the context: `for batch in loader`"),
+        ("misspelt", "Join has no argument 'may_brake'. Did you mean 'may_break'?"),
+        ("unknown", "Join has no argument 'colour'"),
         ("seconds", "timeout=timedelta(seconds=5)"),
     ],
 )

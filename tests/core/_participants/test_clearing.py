@@ -226,7 +226,7 @@ def leave_one_out(rank: int, left_out: dict[int, int]) -> list[Tensor]:
 def test_micro_batches_left_out_in_the_tail_are_told(workers: Workers, step: int) -> None:
     # Rank 0 leads and cannot tell whether rank 1's gradient counts; what rank 2 says of it is found all the same.
     outcomes = workers.outcomes(3, leave_one_out, {0: 0, 2: step}, timeout=2.0, deadline=30.0)
-    assert all("The active ranks do different things" in outcome.error for outcome in outcomes), outcomes
+    assert all("The active ranks ran different operations" in outcome.error for outcome in outcomes), outcomes
     assert all(outcome.seconds < 10.0 for outcome in outcomes), outcomes
 
 
@@ -252,7 +252,7 @@ def test_the_optimizers_zero_grad_tells_where_no_gradient_does(
 def test_where_nobody_can_tell_all_ranks_raise(workers: Workers, pattern: str, idiom: str, loop: str) -> None:
     # The one that is in the all-reduce hears of it when the process group's timeout ends that.
     outcomes = workers.outcomes(2, train, PATTERNS[pattern].but(idiom=idiom, loop=loop, lengths=ALONE), timeout=2.0)
-    assert all("no sync has averaged yet" in outcome.error for outcome in outcomes)
+    assert all("not yet synced gradient" in outcome.error for outcome in outcomes)
 
 
 def train_with_all(rank: int, pattern: str, turn: int) -> dict[str, list[Tensor]]:

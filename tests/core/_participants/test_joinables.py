@@ -255,7 +255,7 @@ def test_a_group_of_some_ranks(workers: Workers, joins: Any) -> None:
         ("no optimizer", "JoinableOptimizer takes an optimizer, not DistributedDataParallel"),
         ("no state", "JoinableState takes an object with state_dict and load_state_dict, not int"),
         ("no mere state", "A ZeroRedundancyOptimizer takes part in each step"),
-        ("no metric", "JoinableMetric takes a metric of torchmetrics, not DistributedDataParallel"),
+        ("no metric", "JoinableMetric takes a torchmetrics metric, not DistributedDataParallel"),
         ("optimizer first", r"JoinableOptimizer(Adam) is at the wrong place in the list"),
         ("state first", r"JoinableState(Adam) is at the wrong place in the list"),
         ("metric first", r"JoinableModel(DistributedDataParallel) is at the wrong place in the list"),

@@ -148,7 +148,7 @@ def test_what_ranks_do_together_after_a_plain_loop_is_told(
     errors = [outcome.error for outcome in outcomes]
     first = lengths.index(min(lengths))
     for error in errors:
-        assert error.startswith("JoinError: These ranks wait for each other for ever")
+        assert error.startswith("JoinError: Deadlock: these ranks wait for each other")
         assert f"rank {first} is in a meeting of all ranks" in error
         assert "use `for batch in join.batches(loader)`" in error
     assert max(outcome.seconds for outcome in outcomes) < 8
@@ -196,7 +196,7 @@ def _nobody(rank: int) -> tuple[list[str], Any]:
 
 def test_a_metric_that_nobody_has_updated_warns_once(workers: Workers) -> None:
     (said, value), (quiet, _) = workers.run(2, _nobody)
-    assert any("before any rank has updated" in text for text in said)
+    assert any("before any rank updated" in text for text in said)
     assert not quiet
     assert value == -torch.inf
 
@@ -269,15 +269,15 @@ def _refused(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("MinMaxMetric", "MinMaxMetric keeps its own state"),
-        ("Running", "Running keeps its own state"),
-        ("BootStrapper", "BootStrapper keeps its own state"),
+        ("MinMaxMetric", "MinMaxMetric keeps state of its own"),
+        ("Running", "Running keeps state of its own"),
+        ("BootStrapper", "BootStrapper keeps state of its own"),
         ("MetricTracker", "MetricTracker creates new metrics during training"),
         ("dist_sync_fn", "SumMetric has its own dist_sync_fn"),
-        ("_sync_dist", "OwnSync has its own way of syncing"),
+        ("_sync_dist", "OwnSync overrides"),
         ("process group", "SumMetric syncs over a different process group"),
         ("twice", "passed to Join twice"),
-        ("Words", "Words keeps an object that is not a tensor in its state 'words'"),
+        ("Words", "Words has a state 'words' that is not a tensor"),
     ],
 )
 def test_what_cannot_be_made_right_is_refused(workers: Workers, kind: str, text: str) -> None:

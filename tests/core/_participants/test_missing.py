@@ -123,7 +123,7 @@ def given(kind: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
 def train(rank: int, kind: str, lengths: tuple[int, ...], loop: str = "sized") -> list[str]:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
     things, steps = given(kind, model)
-    with warned("After the tail of a loop the ranks differ in") as said:
+    with warned("After the tail of a loop, the ranks differ in") as said:
         for _ in range(2):
             with Join([model, *things]) as join:
                 batches = list(range(lengths[rank]))
@@ -197,8 +197,8 @@ def test_a_metric_that_syncs_in_a_tail_and_was_not_given(workers: Workers, kind:
     nothing, said = workers.run(2, compute, kind, [1, 3], {})
     assert nothing == []
     assert len(said) == 1  # however often
-    assert said[0].startswith(f"{name} syncs while some ranks have joined")
-    assert "Join([model, optimizer, metric])" in said[0]
+    assert said[0].startswith(f"{name} synced after some ranks finished")
+    assert "Pass it to Join ([model, optimizer, metric])" in said[0]
     assert workers.run(2, compute, kind, [1, 3], {"given": True}) == [[], []]
     assert workers.run(2, compute, kind, [2, 2], {"may_break": True}) == [[], []]
 

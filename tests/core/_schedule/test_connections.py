@@ -88,7 +88,7 @@ def test_a_gift_on_its_way_is_not_overwritten(workers: Workers, buffers: int, si
     outcomes = workers.outcomes(2, train_without_sync, buffers, sized)
     if any(outcome.error for outcome in outcomes):
         assert buffers < 5
-        assert all("refills the memory" in outcome.error for outcome in outcomes), outcomes
+        assert all("reuses the memory" in outcome.error for outcome in outcomes), outcomes
         return
     found = sorted(each for outcome in outcomes for each in outcome.value)
     assert found == [(index, index, index) for index in range(NUMBER)]
@@ -113,6 +113,6 @@ def train_badly_connected(rank: int, who: int) -> None:
 def test_a_rank_that_cannot_be_connected_is_named(workers: Workers, who: int) -> None:
     outcomes = workers.outcomes(2, train_badly_connected, who)
     for rank, outcome in enumerate(outcomes):
-        assert "a gloo process group, which cannot be made" in outcome.error, outcomes
+        assert "a gloo process group, which cannot be created" in outcome.error, outcomes
         assert rank == who or f"Rank {who}: " in outcome.error, outcomes
         assert outcome.seconds < 5, outcomes

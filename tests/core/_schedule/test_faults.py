@@ -221,7 +221,7 @@ def plain(rank: int) -> None:
 
 def test_a_plain_for_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, plain):
-        assert "rebalance=True needs a loop over join.batches, but this forward is outside one" in outcome.error
+        assert "rebalance=True needs a loop over join.batches, but this forward ran outside" in outcome.error
 
 
 class Positioned:
@@ -249,7 +249,7 @@ def positioned(rank: int, who: int) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_loader_with_a_state_is_refused(workers: Workers, who: int) -> None:
     for outcome in workers.outcomes(2, positioned, who):
-        assert "Positioned, or an object it draws from, has a state_dict()" in outcome.error, outcome
+        assert "Positioned (or an object that it reads from) has a state_dict()" in outcome.error, outcome
         assert outcome.seconds < WITHIN
 
 
@@ -331,7 +331,7 @@ def check_told(outcomes: list[Outcome], who: int, says: str) -> None:
 
 
 class Ring:
-    """A loader that refills the memory of a few batches."""
+    """A loader that reuses the memory of a few batches."""
 
     def __init__(self, batches: list[Batch], size: int) -> None:
         self.batches, self.size = batches, size
@@ -405,7 +405,7 @@ def deceive(rank: int, lengths: tuple[int, ...], kind: str) -> list[list[float]]
 def test_odd_loaders_are_exact_or_told(workers: Workers, lengths: tuple[int, ...], kind: str) -> None:
     outcomes = workers.outcomes(len(lengths), deceive, lengths, kind)
     if kind != "masks" and any(outcome.error for outcome in outcomes):
-        assert all("refills the memory" in outcome.error or "length" in outcome.error for outcome in outcomes), outcomes
+        assert all("reuses the memory" in outcome.error or "length" in outcome.error for outcome in outcomes), outcomes
         return
     assert not any(outcome.error for outcome in outcomes), outcomes
     data = Small(lengths, wraps=False).data

@@ -150,4 +150,4 @@ def make_modules(rank: int) -> None:
 def test_a_module_that_a_rank_lacks_is_named_on_all(workers: Workers) -> None:
     joined, other = workers.outcomes(2, make_modules, timeout=2.0)
     for outcome in (joined, other):
-        assert "have registered the buffer 'norm.running_mean' in a module created in the loop" in outcome.error
+        assert "registered the buffer 'norm.running_mean' in a module created in the loop" in outcome.error

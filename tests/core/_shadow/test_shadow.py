@@ -397,7 +397,7 @@ def clear_by_hand(rank: int) -> None:
 
 def test_one_call_of_an_optimizer_is_not_how_a_loop_clears(workers: Workers) -> None:
     for outcome in workers.outcomes(2, clear_by_hand, timeout=2.0):
-        assert "no sync has averaged yet" in outcome.error
+        assert "not yet synced gradient" in outcome.error
 
 
 def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:

@@ -49,6 +49,6 @@ def disagree(rank: int, lengths: tuple[int, ...], kind: str, odd_step: int) -> N
 def test_ranks_that_disagree_are_told(workers: Workers, lengths: tuple[int, ...], odd_step: int, kind: str) -> None:
     outcomes = workers.outcomes(len(lengths), disagree, lengths, kind, odd_step, deadline=30.0, timeout=2.0)
     for outcome in outcomes:
-        assert "The active ranks do different things in the tail of a loop" in outcome.error, outcomes
+        assert "The active ranks ran different operations in the tail of a loop" in outcome.error, outcomes
         assert "rank 2 had announced" in outcome.error
         assert outcome.seconds < 10, outcomes

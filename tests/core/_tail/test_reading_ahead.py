@@ -130,7 +130,7 @@ def read_ahead(loader: Any, ahead: int = 2) -> Iterator[Any]:
 )
 def test_a_refilled_batch_is_noticed(kind: str, ahead: int, length: int) -> None:
     why = "one is read ahead" if ahead == 1 else "rebalance=True"
-    with pytest.raises(JoinValueError, match=rf"refills the memory of one batch.*{why}"):
+    with pytest.raises(JoinValueError, match=rf"reuses the memory of one batch.*{why}"):
         list(read_ahead(Loader(refilling(kind), length), ahead))
 
 
@@ -360,7 +360,7 @@ def rings(fresh: int, buffers: int, count: int) -> Iterator[torch.Tensor]:
 
 
 def test_a_loader_that_begins_to_refill_late_is_noticed_where_one_is_read_ahead() -> None:
-    with pytest.raises(JoinValueError, match="refills the memory"):
+    with pytest.raises(JoinValueError, match="reuses the memory"):
         list(read_ahead(rings(8, 1, 20), ahead=1))
 
 
@@ -386,4 +386,4 @@ def fetch_between(rank: int, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 2)])
 def test_a_fetch_between_forward_and_backward_is_named(workers: Workers, lengths: tuple[int, ...]) -> None:
     for outcome in workers.outcomes(2, fetch_between, lengths, timeout=3.0):
-        assert "requested its next batch between a forward and its backward" in outcome.error
+        assert "ran out of batches between a forward and its backward" in outcome.error

@@ -55,7 +55,7 @@ def test_uneven_epochs_are_logged_ever_less_often(workers: Workers, iterable: bo
     first, second = workers.run(2, train, epochs, iterable, "", own_join, {})
     assert first == []
     tail, *rest = second
-    assert tail.startswith("Rank 0 has run out of batches; 1 of 2 ranks still have some.")
+    assert tail.startswith("Rank 0 has run out of batches; 1 of 2 ranks still have batches.")
     assert [line.partition(":")[0] for line in rest] == ["Epoch 1", "Epoch 2", "Epoch 5"]
     assert workers.run(2, train, [even] * 3, iterable, "", own_join, {}) == [[], []]
 
@@ -80,7 +80,7 @@ EPOCH = (
 def test_the_lines_of_an_epoch(workers: Workers, options: dict[str, Any], weight: str, iterable: bool) -> None:
     lines = workers.run(3, train, [LENGTHS], iterable, "", False, options)
     assert lines[0] == []
-    assert lines[1] == [f"Rank 0 has run out of batches; 2 of 3 ranks still have some. {weight}"]
+    assert lines[1] == [f"Rank 0 has run out of batches; 2 of 3 ranks still have batches. {weight}"]
     remedy = "" if "placeholder" in options else " rebalance=True would save about 2 of 4 steps."
     assert lines[2] == [EPOCH + remedy]
 
@@ -94,7 +94,7 @@ def test_rebalanced_epochs(workers: Workers) -> None:
 def test_what_is_no_epoch(workers: Workers) -> None:
     assert workers.run(3, train, [LENGTHS], False, "evaluation", False, {}) == [[], [], []]
     _, second, third = workers.run(3, train, [LENGTHS], False, "plain for", False, {})
-    assert (second, third) == ([f"Rank 0 has run out of batches; 2 of 3 ranks still have some. {WORLD}"], [])
+    assert (second, third) == ([f"Rank 0 has run out of batches; 2 of 3 ranks still have batches. {WORLD}"], [])
 
 
 @pytest.mark.parametrize("iterable", [False, True])

@@ -149,7 +149,7 @@ def train_in_a_plain_for(rank: int, joins: str) -> str:
 @pytest.mark.parametrize("joins", ["ours", "torch"])
 def test_where_nobody_sees_the_batch_it_raises(workers: Workers, joins: str) -> None:
     for error in workers.run(2, train_in_a_plain_for, joins):
-        assert "weighting=count needs to see the batches, but a plain `for`" in error
+        assert "weighting=count needs to see the batches, which Join cannot see in a plain `for`" in error
 
 
 def refill(batches: list[Any]) -> Iterable[Tensor]:
@@ -165,9 +165,9 @@ def test_windows() -> None:
     assert [*windows(iter([1, 2]), 2)] == [[1, 2]]
     loader = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
     assert windows(loader, 2).sampler is loader.sampler
-    with pytest.raises(JoinValueError, match="A window has 1 batch or more, not 0"):
+    with pytest.raises(JoinValueError, match="A window must have at least 1 batch, not 0"):
         windows([], 0)
-    with pytest.raises(JoinValueError, match="refills the memory of one batch"):
+    with pytest.raises(JoinValueError, match="reuses the memory of one batch"):
         [*windows(refill([1, 2, 3]), 2)]
 
 

@@ -53,7 +53,7 @@ def refuse(rank: int, kind: str) -> str:
     ("kind", "says"),
     [
         ("DataParallel", "DataParallel uses the devices of a single process .*Use DistributedDataParallel"),
-        ("engine", "Engine is sharded by ZeRO stage 2, .* give Join the engine"),
+        ("engine", "Engine is sharded by ZeRO stage 2, .* pass the engine to Join"),
         ("its optimizer alone", "DeepSpeedZeroOptimizer is sharded by deepspeed"),
         ("its inner model", "Linear is sharded by ZeRO stage 3"),
         ("held DDP", "ModuleList holds a DistributedDataParallel .*Pass the DistributedDataParallel itself"),
@@ -231,7 +231,7 @@ def nested(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("itself", "This Join has already been entered"),
+        ("itself", "This Join is already active"),
         ("shared", "DistributedDataParallel was passed to two nested Joins"),
         ("inside", "entered inside another Join's loop"),
     ],

@@ -200,7 +200,7 @@ def test_nothing_is_left_behind_and_an_exception_passes_unchanged(workers: Worke
     else:
         raises = 1 if where in ("active", "after") else 0
         assert same[raises]
-        peer = "PeerFailedError: Rank {0} failed, so rank {1} cannot go on. Rank {0}: MineError: ('mine', 3)"
+        peer = "PeerFailedError: Rank {0} failed, so rank {1} cannot continue. Rank {0}: MineError: ('mine', 3)"
         if where != "after" or loop == "plain":
             assert texts[1 - raises] == peer.format(raises, 1 - raises)
 

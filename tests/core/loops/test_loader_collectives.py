@@ -57,8 +57,7 @@ def test_a_collective_of_another_loader_is_named(workers: Workers, lengths: tupl
     assert workers.run(2, train, (2, 2), sized) == [[2, 3], [2, 3]]
     for outcome in workers.outcomes(2, train, lengths, sized, timeout=6.0):
         assert (
-            f"The loader of rank 1 calls a collective (of torch.distributed) for its batch {lengths[0]}"
-            in outcome.error
+            f"The loader of rank 1 called a torch.distributed collective to produce batch {lengths[0]}" in outcome.error
         )
         assert "waits for rank 0, which has finished" in outcome.error
 

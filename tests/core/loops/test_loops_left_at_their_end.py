@@ -70,7 +70,7 @@ def save_behind(
     training, batches, off = Training(DistributedDataParallel), batches_of(rank, lengths), 0.0
     scheduler = StepLR(training.optimizer, 1, 0.5)
     kept: list[Any] = []
-    with warned("a checkpoint of it would be outdated") as found, Join([*training.given, scheduler], **options) as join:
+    with warned("of that state would be outdated") as found, Join([*training.given, scheduler], **options) as join:
         for _ in range(EPOCHS):
             if how == "zip":
                 for _, x in zip(range(len(batches)), join.batches(batches), strict=False):
@@ -168,8 +168,8 @@ def ask(rank: int, how: str) -> str:
 def test_batches_that_no_rank_or_only_some_ask_for(workers: Workers) -> None:
     assert workers.run(2, ask, "none") == ["", ""]
     for how, text in (
-        ("one rank", "Rank 0 created an iterator over join.batches and never asked it for a batch"),
-        ("other order", "continued after it had been left"),
+        ("one rank", "Rank 0 created an iterator over join.batches but never took any of its batches"),
+        ("other order", "continued after its `with` had ended or another loop had started"),
     ):
         for outcome in workers.outcomes(2, ask, how):
             assert text in outcome.error, (how, outcome)
@@ -188,8 +188,8 @@ def resume(rank: int, how: str) -> int:
 
 def test_a_loop_outside_of_its_with(workers: Workers) -> None:
     for how, text in (
-        ("outside", "begun outside its `with`"),
-        ("after", "continued after it had been left"),
+        ("outside", "started outside its `with`"),
+        ("after", "continued after its `with` had ended or another loop had started"),
     ):
         for outcome in workers.outcomes(2, resume, how):
             assert text in outcome.error, (how, outcome)

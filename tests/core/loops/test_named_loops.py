@@ -97,8 +97,8 @@ def refuse(rank: int, what: str) -> list[str]:
     [
         ("other names on ranks", r"different names \(rank 0: 'a0'; rank 1: 'a1'\)"),
         ("some ranks load", "rank 0: at none; rank 1: past its end"),
-        ("another name", "The loop 'c' begins, but 'b', in the middle of which"),
-        ("does not come", "The loop 'a' begins again, but 'b', in the middle of which"),
+        ("another name", "in the middle of the loop 'b', but the loop 'c' begins first"),
+        ("does not come", "in the middle of the loop 'b', but the loop 'a' begins again first"),
     ],
 )
 def test_what_cannot_be_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:

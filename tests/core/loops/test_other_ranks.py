@@ -88,8 +88,8 @@ class Overlapping(UnpaddedDistributedSampler):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("a shard of its own", "here some rank has its own data"),
-        ("batches of its own", "here some rank has its own data"),
+        ("a shard of its own", "Here some rank has its own data"),
+        ("batches of its own", "Here some rank has its own data"),
         ("made for another number", "distributes samples to 1 ranks, but 2 ranks continue the epoch"),
         ("other samples", r"a different loader than this DataLoader \(samples: 9 then, 10 now\)"),
     ],
@@ -102,7 +102,7 @@ def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, mess
 
 def test_a_sampler_that_cannot_be_asked_is_refused() -> None:
     loader = DataLoader(Samples(9), 2, sampler=Overlapping(Samples(9), 2, 0))
-    with pytest.raises(UnsupportedError, match="does not give each sample to one of 3"):
+    with pytest.raises(UnsupportedError, match="does not yield each sample on exactly one of 3"):
         dealt_anew(loader, [{"world": 3, "taken": [1, 1, 1], "batch": 2}], drawing(loader), 2, is_new=True)
 
 

@@ -53,7 +53,7 @@ Reduce = Callable[[Sequence[Tensor], Any], None]
 
 def train(rank: int, lengths: tuple[int, ...], weighting: str, reduce: Reduce, window: int) -> tuple[list[float], int]:
     training = Training(DistributedDataParallel)
-    with warned("Divide by that, not by") as found, Join(training.given, weighting=weighting) as join:
+    with warned("Divide by that number, not by") as found, Join(training.given, weighting=weighting) as join:
         for x in join.batches([rows(rank, step) for step in range(lengths[rank])]):
             if join.step % window == 0:
                 training.optimizer.zero_grad()
@@ -87,4 +87,4 @@ def test_they_are_weighted_once(workers: Workers, lengths: tuple[int, ...], weig
 
 def test_a_share_that_would_be_left_out_raises(workers: Workers) -> None:
     for outcome in workers.outcomes(2, train, (3, 6), "world", add, 2, timeout=3.0):
-        assert "This rank has joined and holds a share of it" in outcome.error
+        assert "so this finished rank's share of it would be left out" in outcome.error

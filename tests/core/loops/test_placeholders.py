@@ -321,8 +321,8 @@ REFUSED = {
     "over steps": "was requested before the backward of the previous step",
     "joinable": "which is a Joinable, was passed to Join with placeholder=",
     "weighed": "a value that requires grad",
-    "gather": "rows of placeholders are among them",
-    "break": "left the loop with `break` while others continue|wait for each other for ever",
+    "gather": "the rows include results of placeholders",
+    "break": "left the loop with `break` while others continued|wait for each other",
     "throws": "exhausted",
 }
 
@@ -338,7 +338,7 @@ def test_what_is_refused(workers: Workers, how: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"placeholder": "first"}, JoinValueError, "Use 'last' or 'rows', or a function of a batch"),
+        ({"placeholder": "first"}, JoinValueError, "Use 'last' or 'rows', or a function that takes a batch"),
         ({"placeholder": 3}, JoinTypeError, "placeholder is 'last' or 'rows'"),
         ({"placeholder": "last", "rebalance": True}, JoinValueError, "placeholder= cannot be combined"),
     ],

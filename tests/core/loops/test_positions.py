@@ -186,7 +186,7 @@ def refuse_order(rank: int, what: str) -> int:
     [
         ("zip", "The position in a zip is unknown: it is an iterator"),
         ("out of order", "The position in a DataLoader with in_order=False is unknown"),
-        ("in a worker", "whose order is drawn from loader.dataset.random: each worker has a copy"),
+        ("in a worker", "the stream's order is drawn from loader.dataset.random, and each worker's copy"),
         ("not asked", ""),
     ],
 )
@@ -254,7 +254,7 @@ def save_each_step(rank: int, way: str, lengths: tuple[int, ...]) -> None:
             if way in RIGHT or join.step >= 1:
                 join.state_dict()
             elif way == "synced":
-                with warned("This may be within an accumulation window") as found:
+                with warned("If the optimizer has already used this rank's gradients") as found:
                     join.state_dict()
                 assert len(found) == 1
 
@@ -267,7 +267,7 @@ def test_a_place_within_a_window_is_refused(workers: Workers, way: str, lengths:
         if way in RIGHT:
             assert not outcome.error, outcome.error
         else:
-            assert re.search("at step 2 of a loop, where rank . holds gradients that its optim", outcome.error)
+            assert re.search("at step 2 of a loop, within an accumulation window: rank . holds", outcome.error)
 
 
 def go_on_from_old(rank: int, path: str) -> list[list[float]]:

@@ -72,7 +72,7 @@ def test_a_batch_that_would_be_trained_after_its_loop_raises(
     workers: Workers, lengths: tuple[int, ...], way: str, kind: str
 ) -> None:
     for error in workers.run(len(lengths), train, lengths, way, kind):
-        assert "runs a backward after the end of its loop over join.batches: a prefetcher requests a batch" in error
+        assert "ran a backward after the end of its loop over join.batches: a prefetcher requests a batch" in error
         assert "join.batches(prefetcher(loader))" in error
 
 
@@ -118,7 +118,7 @@ def train_late(rank: int, lengths: tuple[int, ...], sums: bool) -> Any:
 
 def test_a_backward_that_comes_after_its_loop_raises(workers: Workers) -> None:
     for error in workers.run(2, train_late, (1, 3), False):
-        assert "runs the backward of a forward from a loop over join.batches that has ended" in error
+        assert "ran a backward whose forward belongs to an uneven loop over join.batches that has ended" in error
 
 
 def test_one_backward_of_all_batches_may_come_after_the_loop(workers: Workers) -> None:

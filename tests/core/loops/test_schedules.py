@@ -74,7 +74,7 @@ def test_a_schedule_over_its_own_length_is_named(workers: Workers, kind: str, le
     for outcome in outcomes:
         assert "The ranks' optimizers differ in the same step: lr of Adam is " in outcome.error
         assert "LambdaLR, which sets it, depends on a value that differs between ranks" in outcome.error
-        assert "usually len(loader) or a counter of steps" in outcome.error
+        assert "usually len(loader) or a step counter" in outcome.error
         assert outcome.seconds < 20
 
 

@@ -137,7 +137,7 @@ def misused(rank: int, how: str) -> bool:
     ("how", "error"),
     [
         ("plain", "JoinError: join.stop_requested() inside a `with` whose loop is a plain `for`"),
-        ("only one", "JoinError: These ranks wait for each other for ever"),
+        ("only one", "JoinError: Deadlock: these ranks wait for each other"),
         ("disabled", "JoinValueError: join.stop_requested() cannot be combined with enable=False"),
     ],
 )

@@ -82,7 +82,7 @@ def clamp(rank: int, wraps: bool, changes: bool) -> list[float]:
 @pytest.mark.parametrize("wraps", [False, True])
 def test_a_change_of_the_shards_is_seen(workers: Workers, wraps: bool) -> None:
     for outcome in workers.outcomes(2, clamp, wraps, True, timeout=10.0):
-        assert "parameters were changed outside the optimizer step" in outcome.error, outcome
+        assert "parameters were modified outside the optimizer step" in outcome.error, outcome
 
 
 def test_such_shards_are_trained_like_others(workers: Workers) -> None:

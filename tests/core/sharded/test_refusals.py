@@ -99,13 +99,13 @@ def detailed(rank: int, _: str) -> None:
             marks=needs("fully_shard's ignored_params"),
         ),
         (one_optimizer_over_both, "steps parameters of a sharded model and 2 others", ("fsdp2", "fsdp1")),
-        (without_the_model, "Pass the model too, before the optimizer", ("fsdp2", "fsdp1")),
+        (without_the_model, "Pass the model before the optimizer", ("fsdp2", "fsdp1")),
         (averaged, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
         (averaged_beside, "AveragedModel .*update it after the loop", ("fsdp2", "fsdp1")),
-        (lbfgs, "LBFGS of sharded parameters", ("fsdp2", "fsdp1")),
-        (in_torchs_own, "torch's own Join cannot make it follow", ("fsdp2", "fsdp1")),
+        (lbfgs, "LBFGS cannot step sharded parameters", ("fsdp2", "fsdp1")),
+        (in_torchs_own, "torch's own Join does not support that", ("fsdp2", "fsdp1")),
         (detailed, "TORCH_DISTRIBUTED_DEBUG=DETAIL", ("fsdp1",)),
-        (tensor_parallel, "sharded by tensor parallelism alone", ("fsdp2",)),
+        (tensor_parallel, "sharded only by tensor parallelism", ("fsdp2",)),
         (over_some_ranks, "sharded and averaged over 1 ranks", ("fsdp1",)),
     ],
 )
@@ -177,8 +177,8 @@ def do_wrong(rank: int, api: str, what: str, lengths: tuple[int, ...]) -> None:
     Wrong(rank, Recipe(lengths, api=api), what).run_epochs()
 
 
-GRADIENT, PARAMETER = "gradient.* was changed by hand", "parameters were changed outside the optimizer step"
-GATHERED = "needs the shards of ranks that have joined"
+GRADIENT, PARAMETER = "gradient.* was modified by hand", "parameters were modified outside the optimizer step"
+GATHERED = "needs the shards of finished ranks"
 DOINGS = {
     "grad, locally": GRADIENT,
     "grad": GRADIENT,
@@ -297,7 +297,7 @@ def run_closure_twice(rank: int, api: str) -> None:
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (run_closure_twice, "runs its closure more than once per step"),
+        (run_closure_twice, "may run its closure more than once per step"),
     ],
 )
 def test_other_steps(workers: Workers, function: Callable[..., None], match: str, api: str) -> None:
@@ -341,7 +341,7 @@ def train_unsharded(rank: int) -> None:
 
 def test_what_is_not_sharded_is_refused(workers: Workers) -> None:
     for outcome in workers.outcomes(2, train_unsharded, **PATIENCE):
-        assert "under NO_SHARD, which torch has deprecated. Use DistributedDataParallel" in outcome.error
+        assert "with NO_SHARD, which PyTorch has deprecated. Use DistributedDataParallel" in outcome.error
 
 
 def clear_what_is_whole(rank: int, set_to_none: bool) -> None:
@@ -357,7 +357,7 @@ def clear_what_is_whole(rank: int, set_to_none: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_unsynced_gradients_that_are_cleared(workers: Workers, set_to_none: bool) -> None:
     for outcome in workers.outcomes(2, clear_what_is_whole, set_to_none, **PATIENCE):
-        with pytest.raises(RuntimeError, match="no sync has averaged yet was cleared or changed by hand"):
+        with pytest.raises(RuntimeError, match=r"not yet synced gradient of .* was cleared or modified by hand"):
             raise RuntimeError(outcome.error)
 
 
@@ -367,5 +367,5 @@ def checkpoint_reentrantly(rank: int) -> None:
 
 def test_reentrant_checkpoints_of_the_first_generation(workers: Workers) -> None:
     for outcome in workers.outcomes(2, checkpoint_reentrantly, deadline=180.0, timeout=10.0):
-        with pytest.raises(RuntimeError, match=r"changed by hand .*use_reentrant=False"):
+        with pytest.raises(RuntimeError, match=r"modified by hand.*use_reentrant=False"):
             raise RuntimeError(outcome.error)

@@ -75,7 +75,7 @@ def train(rank: int, lengths: Lengths, how: str) -> tuple[list[float], list[str]
     return [v.item() for p in net.parameters() for v in p.full_tensor().flatten()], said  # type: ignore[attr-defined]
 
 
-SHARDS, STATE, HOOK = "The sharded parameters were changed", "The state of SGD was changed", "A hook of a sharded grad"
+SHARDS, STATE, HOOK = "sharded parameters were modified", "The state of SGD was modified", "A hook of a sharded grad"
 REFUSED = {
     **dict.fromkeys(("teacher", "annealed", "one rank's", "clamped", "swapped"), SHARDS),
     **dict.fromkeys(("cleared", "halved", "moved"), STATE),

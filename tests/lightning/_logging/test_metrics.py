@@ -233,6 +233,6 @@ def test_a_metric_that_cannot_be_served_raises_only_where_it_is_needed(workers: 
     case = Fit((1, 3), epochs=2)
     assert [result.noted for result in workers.run(2, fit, case, LeftAlone)] == [4.0, 4.0]
     joined, active = workers.outcomes(2, fit, case, LeftAlone, {"metric": SyncsItself(dist_sync_on_step=True)})
-    assert "UnsupportedError: SyncsItself has its own way of syncing" in active.error
-    assert "synced in a step that ranks [0] do not have" in active.error
+    assert "UnsupportedError: SyncsItself overrides" in active.error
+    assert "synced in a step after ranks [0] finished" in active.error
     assert "PeerFailedError: Rank 1 failed" in joined.error

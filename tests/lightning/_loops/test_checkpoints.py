@@ -91,4 +91,4 @@ def test_saving_on_an_exception_is_skipped_with_a_warning(
     alone = len(lengths) == 1  # which may save as ever
     assert all(("OnExceptionCheckpoint" in result.noted) == alone for result in results)
     for text, saves in (("OnExceptionCheckpoint", True), ("ModelCheckpoint(save_on_exception=True)", on_exception)):
-        assert (f"{text} cannot work with several ranks" in results[0].warned) == (not alone and bool(saves))
+        assert (f"{text} does not work with several ranks" in results[0].warned) == (not alone and bool(saves))

@@ -164,7 +164,7 @@ def validate_badly(rank: int, kind: str) -> None:
 
 def test_a_dataloader_that_is_shorter_than_it_said(workers: Workers) -> None:
     first, second = workers.outcomes(2, validate_badly, "lying")
-    assert "Dataloader 0 of rank 1 reported 5 batches and yielded 2" in second.error, second.trace
+    assert "Dataloader 0 of rank 1 reported 5 batches but yielded 2" in second.error, second.trace
     assert "PeerFailedError: Rank 1 failed" in first.error, first.trace
 
 

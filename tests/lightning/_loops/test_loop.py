@@ -108,7 +108,7 @@ def test_a_loader_shorter_than_its_length(
     if not rebalance:
         assert_reference(results[0], case)
     for rank, (claimed, real) in enumerate(zip(claims, (3, 5), strict=True)):
-        text = f"dataloader of rank {rank} said it had {claimed} batches and yielded {real}"
+        text = f"dataloader of rank {rank} reported {claimed} batches but yielded only {real}"
         assert (text in results[0].warned) == (claimed != real)
 
 

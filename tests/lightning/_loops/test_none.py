@@ -106,4 +106,4 @@ def test_a_grad_scaler_is_updated_where_some_rank_has_a_loss(workers: Workers) -
 
 def test_a_first_step_without_a_loss_is_refused_under_static_graph(workers: Workers) -> None:
     for outcome in workers.outcomes(2, fit, Fit((2, 3), ddp={"static_graph": True}), Silent):
-        assert "UnsupportedError: A step without a loss cannot be the first one under static_graph" in outcome.error
+        assert "UnsupportedError: The first step under static_graph=True had no loss" in outcome.error

@@ -339,14 +339,14 @@ class OneByOne(Predicting):
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {
-    "one by one": (None, "with batch_size=None nobody records what its sampler draws"),
-    "names": (None, "its sampler yields other things than whole numbers"),
-    "any order": (None, "with in_order=False its batches come in another order"),
+    "one by one": (None, "with batch_size=None the indices from its sampler are not recorded"),
+    "names": (None, "its sampler yields objects that are not integers"),
+    "any order": (None, "with in_order=False its batches do not arrive in its sampler's order"),
     "mixed": (
         None,
         "Dataloader 0 reads its own dataset on rank 0, while on other ranks a sampler distributes a shared",
     ),
-    "own shards": (None, "have different lengths (4 to 5), and a sampler distributes each"),
+    "own shards": (None, "have different lengths (4 to 5), and a sampler shards each of them"),
     "stream": ("dataset", "its dataset is iterable. Return the samples' indices from predict_step and pass them"),
 }
 
@@ -405,9 +405,9 @@ def test_what_is_no_prediction_of_the_last_run_raises_on_all_ranks(workers: Work
     first, second = workers.run(2, gather_badly)
     assert first == second
     texts = [
-        "Rank 1: The predictions do not match the trainer's last predict: they have [1] batches per dataloader",
+        "Rank 1: The predictions have [1] batches per dataloader",
         "Call it with return_predictions=True",
-        "The predictions of rank 0 cannot be joined. Batch 0: predictions['loss'] is a tensor without dimensions",
+        "The predictions of rank 0 cannot be gathered. Batch 0: predictions['loss'] is a 0-dimensional tensor",
         "Batch 0: predictions has 1 rows, but its batch 2",
         "Batch 0: predictions['x'] has 2 rows, but its batch 1",
         "a list with one entry per batch",
@@ -428,7 +428,7 @@ def write_badly(rank: int, rows: str, folder: str) -> None:
     trainer.predict(Failing(Case(rows=rows)), Loader("unpadded", 7).make(rank, 2, 0), return_predictions=False)
 
 
-@pytest.mark.parametrize(("rows", "text"), [("loss", "predictions['loss'] is a tensor without"), ("tensor", "no")])
+@pytest.mark.parametrize(("rows", "text"), [("loss", "predictions['loss'] is a 0-dimensional"), ("tensor", "no")])
 def test_a_writer_that_fails_leaves_nothing(workers: Workers, rows: str, text: str, tmp_path: Path) -> None:
     outcomes = workers.outcomes(2, write_badly, rows, str(tmp_path))
     assert text in outcomes[1].error

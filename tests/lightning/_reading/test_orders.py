@@ -127,7 +127,7 @@ def test_what_is_left_is_what_would_have_come(kind: str, mode: str, epoch: int, 
     assert place is not None
     if kind in LOST and "refused" in place:
         assert mode == "max_size_cycle"
-        assert "the order of its second pass cannot be restored" in place["refused"]
+        assert "The order of the second pass cannot be restored" in place["refused"]
         return
     resumed = fetcher_of(kind, mode)
     torch.set_rng_state(drawn)

@@ -103,10 +103,10 @@ def fit_wrong(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("different", "JoinValueError: All ranks must pass the same joinables"),
+        ("different", "JoinValueError: The ranks passed different joinables"),
         (
             "other",
-            "JoinTypeError: joinables must be torch.distributed.algorithms.Joinable objects of your own, got Linear",
+            "JoinTypeError: joinables must be custom torch.distributed.algorithms.Joinable objects, got Linear",
         ),
         ("twice", "JoinValueError: The Counter was passed as a joinable twice"),
     ],

@@ -401,7 +401,7 @@ class Misused(Manual):
         ("raw", "UnsupportedError: SGD.step() was called directly in `training_step`"),
         ("twice", "UnsupportedError: Twice evaluates its closure more than once"),
         ("local", "UnsupportedError: An optimizer was stepped with 9 gradients that were not averaged"),
-        ("clipped", "was changed by hand (clipping, scaling, noise) between backwards without a sync"),
+        ("clipped", "was modified by hand (clipping, scaling, noise) between backwards without a sync"),
         ("stops", "JoinError: A step or a hook raised StopIteration"),
     ],
 )

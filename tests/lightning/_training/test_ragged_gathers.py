@@ -115,7 +115,7 @@ def test_tensors_of_different_shapes_raise_on_all_ranks(workers: Workers, where:
     in_steps = where.endswith(("_step", "batch_end"))
     said = "(2,) on rank 0, (1,) on rank 1" if in_steps else "(4,) on rank 0, (3,) on rank 1"
     for outcome in workers.outcomes(2, gather, where, 7, False):
-        assert f"they differ between ranks: {said}" in outcome.error, outcome.trace
+        assert f"the shapes differ between ranks: {said}" in outcome.error, outcome.trace
         assert "gather_rows" in outcome.error
 
 

@@ -16,7 +16,7 @@ from tests.soak.hangs.slowness import EXTRAS, MIRRORED, OUTSIDE
 
 WITHIN = 20.0  # seconds, in which a hang is told
 TOLERANCE = 1e-10
-_BEGINS = "These ranks wait for each other for ever:"
+_BEGINS = "Deadlock: these ranks wait for each other:"
 _WAITED = "Some ranks have waited for others"
 _PAIRS = [(front_end, name) for name, slip in SLIPS.items() for front_end in slip.front_ends]
 random.Random(0).shuffle(_PAIRS)

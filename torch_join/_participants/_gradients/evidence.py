@@ -319,10 +319,10 @@ class Gradients:
             JoinError: Always.
         """
         raise JoinError(
-            f"This rank finished while holding a gradient that was accumulated but not synced (parameter {index}, of"
-            f" shape {tuple(self.parameters[index].shape)}), and the active ranks cannot tell whether it has been"
-            " cleared since. Pass the optimizer to Join and call its zero_grad() at the start of each accumulation"
-            " window, or run a backward in each step of the window."
+            f"This rank finished while holding an accumulated, not yet synced gradient (parameter {index}, of shape"
+            f" {tuple(self.parameters[index].shape)}), and the active ranks cannot tell whether it has been cleared"
+            " since. Pass the optimizer to Join and call its zero_grad() at the start of each accumulation window, or"
+            " run a backward in each step of the window."
         )
 
 
