@@ -163,7 +163,7 @@ BAD: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
         "batch 0 has rows['a'] (a list), and batch 1 has no rows['a']",
     ),
     "some indices": (lambda rank: [[1]], lambda rank: [[1]] if rank else None, "Rank 0 passed no indices"),
-    "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices of 2 batches, but rows of 1"),
+    "numbers": (lambda rank: [[1]], lambda rank: [[1], [2]], "indices for 2 batches, but rows for 1"),
     "floats": (lambda rank: [[1]], lambda rank: [[1.5]], "Indices must be integers, not [1.5]"),
     "pickle": (lambda rank: [[lambda: 0]], lambda _: None, "rows cannot be pickled"),
     "empty": (lambda rank: [{}], lambda _: None, "rows contains no tensors or lists"),
@@ -188,5 +188,5 @@ def test_what_cannot_be_joined_raises_by_name_on_all_ranks(workers: Workers) -> 
 
 
 def test_its_old_name_works() -> None:
-    with Join([network()]) as join, pytest.warns(FutureWarning, match="gather is called gather_in_order now"):
+    with Join([network()]) as join, pytest.warns(FutureWarning, match="gather was renamed to gather_in_order"):
         assert join.gather([torch.ones(2)]).tolist() == [1, 1]

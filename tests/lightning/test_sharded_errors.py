@@ -68,7 +68,7 @@ class Hooked(ShardedModule):
 CASE = Fit((2, 5), epochs=1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the module, the trainer's options, under which strategies, and what is said
-    "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual optimizes manually",)),
+    "manual": (Manual, {}, KINDS[:1], ("UnsupportedError: Manual uses manual optimization",)),
     "no loss": (NoLoss, {}, KINDS[:1], ("UnsupportedError: training_step returned None", "0.0 * output.sum()")),
     "constant": (Constant, {}, KINDS, ("UnsupportedError: training_step returned a loss that does not depend on",)),
     "not sharded": (NotSharded, {}, KINDS[1:], ("so ModelParallelJoinStrategy would never average its gradients",)),

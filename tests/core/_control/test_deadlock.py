@@ -122,7 +122,7 @@ def end_together(rank: int) -> None:
         (skips, 2, ["rank 1 is in DDP's broadcast of buffers", "ddp.module(x)", "join.batches(good(loader))"]),
         (skips_certain, 2, ["Rank 1 did not sync gradients in step 1 of the loop, but rank 0 did. Since then"]),
         (reduces_alone, 3, ["rank 1 is in all_reduce at", "only some ranks call"]),
-        (gathers_apart, 2, ["rank 0 is in a backward (all_reduce) at", "rank 1 is in barrier at", "another order"]),
+        (gathers_apart, 2, ["rank 0 is in a backward (all_reduce) at", "rank 1 is in barrier at", "different orders"]),
         (begins_alone, 2, ["rank 0 is in a meeting of all ranks", "rank 1 is in barrier at", "count epochs"]),
     ],
 )

@@ -219,7 +219,7 @@ def amiss_in_a_smaller_group(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said", "by"),
     [
-        ("order", "but passed rank 1: DistributedDataParallel, SGD; rank 2: SGD, DistributedDataParallel.", (1, 2)),
+        ("order", "to Join: rank 1: DistributedDataParallel, SGD; rank 2: SGD, DistributedDataParallel.", (1, 2)),
         ("rates", "0.1 on rank 1, 0.2 on rank 2", (1, 2)),
         ("raises", "Rank 2 failed, so rank 1 cannot continue. Rank 2: KeyError", (1,)),
     ],

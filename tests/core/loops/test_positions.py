@@ -209,7 +209,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
         ("another loader", r"a different loader than this DataLoader \(batches: . then, unknown now"),
         ("now rebalanced", "with rebalance=True was resumed from a state that was written without it"),
-        ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with it"),
+        ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with rebalance=True"),
         ("longer", r"a different loader than this list \(batches: 3 then, 4 now\)"),
     ],
 )
