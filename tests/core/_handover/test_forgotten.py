@@ -228,7 +228,7 @@ def test_so_it_is_where_the_last_step_shows_nothing(workers: Workers, kind: str,
     said, nothing = workers.run(2, keep_on_one, kind, 0, lengths, {})
     assert nothing == []
     assert len(said) == 1
-    assert re.search(rf"had finished: average (\(Sequential\) )?in keep_on_one\(\), .* \({what} on rank 0, missing", said[0])
+    assert re.search(rf"average (\(Sequential\) )?in keep_on_one\(\), .* \({what} on rank 0, missing", said[0])
 
 
 @pytest.mark.parametrize(("kind", "keeper"), [("a model", 1), ("the best so far", 0), ("only read", 0)])

@@ -77,7 +77,7 @@ MISUSE = {
     "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters on this rank",
     "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has parameter groups of [2, 1] parameters on this",
     "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) is enabled on only one of this rank",
-    "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source rank, but",
+    "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source",
 }
 
 

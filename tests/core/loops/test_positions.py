@@ -199,7 +199,7 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("some", r"join.state_dict\(\) was called on rank 0, but rank 1 continued without it"),
+        ("some", r"join.state_dict\(\) was called on rank 0, but rank 1 continued without the call"),
         ("in a loop", r"join.load_state_dict\(\) was called in a loop"),
         (
             "another world",
@@ -208,8 +208,8 @@ def test_an_order_that_nobody_could_have_again(workers: Workers, what: str, mess
         ("another version", "version 99"),
         ("some ranks load", "rank 0: at none; rank 1: at step 2"),
         ("another loader", r"a different loader than this DataLoader \(batches: . then, unknown now"),
-        ("now rebalanced", "with rebalance=True was resumed from a state that was written without it"),
-        ("no longer rebalanced", "without rebalance=True was resumed from a state that was written with rebalance=True"),
+        ("now rebalanced", "resumed from a state that was written without rebalance=True"),
+        ("no longer rebalanced", "resumed from a state that was written with rebalance=True"),
         ("longer", r"a different loader than this list \(batches: 3 then, 4 now\)"),
     ],
 )
