@@ -134,9 +134,8 @@ class ActiveOperations:
         everyone = self.tail_log.channel.gather(mine, of=tuple[int, list[int]])
         if any(kinds_there != mine[0] for kinds_there, _ in everyone):
             raise JoinError(
-                "The tensors to gather differ between ranks in more than the number of rows: rank"
-                f" {self.members.rank} has {', '.join(kinds)}. Call pad_across_processes on the other dimensions"
-                " first."
+                f"The tensors to gather differ between ranks in more than the number of rows: rank {self.members.rank}"
+                f" has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
         rows = [counts for _, counts in everyone]
         return [

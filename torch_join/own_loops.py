@@ -287,9 +287,8 @@ def _end_open_loops(error: BaseException | None) -> list[BaseException]:
     for loop in list(_loops.values()):
         if error is None and loop.driver is not None:  # if others continue, this rank would have to follow their steps
             loop.driver.tail.refusal = JoinError(
-                "This process left a loop early and exited while the others continued, so its parameters after the"
-                f" loop were outdated. Call {loop.advice}, or another operation that all processes run, after the"
-                " loop."
+                "This process left a loop early and exited while the others continued, so its parameters after the loop"
+                f" were outdated. Call {loop.advice}, or another operation that all processes run, after the loop."
             )
         attempt(partial(loop.leave, error))
     if error is None:

@@ -395,9 +395,8 @@ class Run:
                 ):
                     raise
                 raise UnsupportedError(
-                    f"{type(self._trainer).__name__}.compute_loss reads `model.module`, but its model is not wrapped"
-                    " in DistributedDataParallel here. Use self.accelerator.unwrap_model(model), which works for"
-                    " both."
+                    f"{type(self._trainer).__name__}.compute_loss reads `model.module`, but its model is not wrapped in"
+                    " DistributedDataParallel here. Use self.accelerator.unwrap_model(model), which works for both."
                 ) from error
         assert join is not None
         with join.active_step():

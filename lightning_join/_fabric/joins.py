@@ -421,8 +421,7 @@ class Joins:
                 raise UnsupportedError(
                     f"{name} was called for a loader that another one reads, such as `fabric.strategy.batches(zip(a,"
                     " b))`, so Fabric cannot tell how many of its batches were trained on. Put an object with an"
-                    " `__iter__` around both loaders, pass it to `fabric.strategy.batches`, and save the return"
-                    " value."
+                    " `__iter__` around both loaders, pass it to `fabric.strategy.batches`, and save the return value."
                 )
             if driver is not None and not joined.number and not is_current:
                 raise JoinError(

@@ -114,9 +114,8 @@ class Backwards:
         if {*self._members.global_ranks} - {*group}:
             raise UnsupportedError(
                 f"{zeros} {'have' if len(joined) > 1 else 'has'} finished and others have not, so the others would"
-                " receive zeros instead of keys, values or other activations. Ranks that compute a batch together"
-                " must finish at the same step: give all of them the same batches, and use a mesh with named"
-                " dimensions."
+                " receive zeros instead of keys, values or other activations. Ranks that compute a batch together must"
+                " finish at the same step: give all of them the same batches, and use a mesh with named dimensions."
             )
         if "gather" in self._warned:
             return

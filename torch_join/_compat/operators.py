@@ -138,8 +138,7 @@ def unbox_reduce_op(boxed: Any) -> str:
         return "SUM"
     raise UnsupportedError(
         f"A reduction was called without torch.distributed's functions, so torch {torch.__version__} does not expose"
-        " its reduce operation. Call torch.distributed.all_reduce (or a similar function), or use torch 2.10 or"
-        " newer."
+        " its reduce operation. Call torch.distributed.all_reduce (or a similar function), or use torch 2.10 or newer."
     )
 
 

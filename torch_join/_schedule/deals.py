@@ -200,9 +200,8 @@ def left_of(
         left, places, ranks = left[rest], places[rest], ranks[rest]
     if is_new and dealer.rank == 0:
         _log.warning(
-            "An epoch started by %d ranks continues with %d: the remaining %d %s are redistributed. The number of"
-            " steps changes, so a schedule made for the old number may not fit, and weighting='world' now divides by"
-            " %d.",
+            "An epoch started by %d ranks continues with %d: the remaining %d %s are redistributed. The number of steps"
+            " changes, so a schedule made for the old number may not fit, and weighting='world' now divides by %d.",
             deals[-1]["world"],
             world,
             len(left),

@@ -105,9 +105,8 @@ class Position:
             if place is not None:
                 if differs := differs_from(loader, self._size, place):
                     JoinDataWarning.warn(
-                        "The state was written after a loop over a different loader than this"
-                        f" {type(loader).__name__} ({differs}), so the order may differ from an uninterrupted"
-                        f" run.{advice}"
+                        f"The state was written after a loop over a different loader than this {type(loader).__name__}"
+                        f" ({differs}), so the order may differ from an uninterrupted run.{advice}"
                     )
                 self._end(place, restored)
             self._begun = drawing(loader)

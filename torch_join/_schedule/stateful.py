@@ -182,9 +182,8 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
         )
     if not stateful and isinstance(loader, Iterator):
         raise UnsupportedError(
-            f"The position in a {name} is unknown: it is an iterator, which can be read only once and hides the"
-            " source of its order. Loop over an object that has the loaders as attributes and an `__iter__` that"
-            " reads them."
+            f"The position in a {name} is unknown: it is an iterator, which can be read only once and hides the source"
+            " of its order. Loop over an object that has the loaders as attributes and an `__iter__` that reads them."
         )
     in_worker = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
     draws = [part for part, thing in parts if part.startswith("loader.dataset") and not hasattr(thing, "set_epoch")]

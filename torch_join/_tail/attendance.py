@@ -342,8 +342,7 @@ class Attendance(Driver):
         if self.rebalancing.enabled:
             raise JoinValueError(
                 "rebalance=True needs a loop over join.batches, but this forward ran outside such a loop. In a plain"
-                " `for`, this rank cannot receive batches from other ranks. Write `for batch in"
-                " join.batches(loader)`."
+                " `for`, this rank cannot receive batches from other ranks. Write `for batch in join.batches(loader)`."
             )
         if self.options.monitor is not None and not self.loops:
             raise JoinValueError(

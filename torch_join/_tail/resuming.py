@@ -174,10 +174,9 @@ class NamedLoops:
         if name != self.name and loaded is not None and not loaded["over"]:
             if name in self._left_out or name not in loaded["others"]:
                 raise JoinValueError(
-                    f"The state passed to join.load_state_dict() was saved in the middle of the loop {self.name!r},"
-                    f" but the loop {name!r} {'begins again' if name in self._left_out else 'begins'} first. Load the"
-                    " state before the epoch's first loop, and run the epoch's loops under the same names in the same"
-                    " order."
+                    f"The state passed to join.load_state_dict() was saved in the middle of the loop {self.name!r}, but"
+                    f" the loop {name!r} {'begins again' if name in self._left_out else 'begins'} first. Load the state"
+                    " before the epoch's first loop, and run the epoch's loops under the same names in the same order."
                 )
             self._left_out.add(name)
             return True

@@ -189,11 +189,10 @@ class Gradients:
         if CHANGED in (verdicts := [state.verdict for state in states]):
             where = verdicts.index(CHANGED)
             raise JoinError(
-                f"A gradient (parameter {where}, of shape {tuple(self.parameters[where].shape)}) was modified by"
-                " hand, for example clipped, and then the next backward accumulated into it. Ranks"
-                f" {members.joined_names} have finished and cannot repeat the change. Call zero_grad() after each"
-                " optimizer step, or modify gradients only right before the step; with checkpointing, pass"
-                " use_reentrant=False."
+                f"A gradient (parameter {where}, of shape {tuple(self.parameters[where].shape)}) was modified by hand,"
+                f" for example clipped, and then the next backward accumulated into it. Ranks {members.joined_names}"
+                " have finished and cannot repeat the change. Call zero_grad() after each optimizer step, or modify"
+                " gradients only right before the step; with checkpointing, pass use_reentrant=False."
             )
 
     def follow(self, states: Sequence[State], accumulates: bool, ask: Callable[[], str] | None) -> None:
