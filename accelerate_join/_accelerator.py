@@ -139,9 +139,9 @@ def gather_in_order(
     everything = gather_in_order(accelerator, rows, indices)
     ```
 
-    With indices, rows are sorted by index, and each index occurs once: the lowest process's first row counts. (With
-    `even_batches=True`, Accelerate gives some samples to two processes.) With `order="shards"`, rows are sorted by
-    process, and within each process by index, or by batch if there are no indices.
+    With indices, rows are sorted by index, and each index occurs once: the first row of the lowest process that has it.
+    (With `even_batches=True`, Accelerate gives some samples to two processes.) With `order="shards"`, rows are sorted
+    by process, then by index, or by batch without indices.
 
     Args:
         accelerator: The accelerator.
@@ -155,8 +155,8 @@ def gather_in_order(
         See `torch_join.Join.gather_in_order`.
 
     Raises:
-        JoinValueError: On all processes, if some process's rows cannot be joined; or if there are no indices and no
-            `order`, although a prepared loader splits one dataset among the processes.
+        JoinValueError: On all processes, if some process's rows cannot be gathered, or if a prepared loader splits one
+            dataset among the processes and neither `indices` nor `order` is passed.
         JoinError: Some processes have run out of batches while others have not.
     """
     own_loops.finish(accelerator)

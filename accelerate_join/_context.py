@@ -56,14 +56,14 @@ def join_uneven_inputs(
             ...
     ```
 
-    All objects that `accelerator` has prepared take part. A process that runs out of batches serves the others at the
-    end of its loader. All processes then leave the loop together, with the state of the last active process.
+    All objects that `accelerator` has prepared take part. A process that runs out of batches stays at the end of its
+    loader and follows the others. All processes leave the loop together, with the state of the last active process.
 
     Args:
         accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
-        joinables: Further objects that take part: torch `Joinable`s and objects with `state_dict` and
-            `load_state_dict`. The list may include prepared models and optimizers.
-        even_batches: Overrides this setting of prepared loaders in the context; `None` leaves it unchanged.
+        joinables: Additional objects that take part: torch `Joinable`s and objects with `state_dict` and
+            `load_state_dict`. Prepared models and optimizers may be listed too.
+        even_batches: Overrides `even_batches` of prepared loaders in the context; `None` leaves it unchanged.
         **options: The keyword arguments of `torch_join.Join`: `weighting`, `throw_on_early_termination`, `may_break`,
             `timeout`, `audit`, `hand_over_ignored`, `hand_over_buffers`, `backward_collectives`, `rebalance`,
             `placeholder`, `monitor` (a `torch_join.JoinMonitor`, whose values also go to the trackers), and options for
@@ -155,15 +155,15 @@ def join_batches(
     ```
 
     The context ends with the loop. After a `break`, it ends at the next operation that communicates with other
-    processes, or that saves, reads or prepares a model. At the latest it ends at `end_training` or with the process.
+    processes or that saves, reads or prepares a model, and at the latest at `end_training` or process exit.
 
     Args:
         accelerator: The accelerator that prepared the models, optimizers, schedulers and loaders.
         loader: A prepared loader, or any other iterable.
         joinables: As in `join_uneven_inputs`.
         even_batches: As in `join_uneven_inputs`.
-        own_shards: Whether the loader reads this process's own data. If it was then prepared without `own_shards=True`,
-            it raises, because Accelerate has split it among the processes.
+        own_shards: Whether the loader reads only this process's data. Raises if the loader was prepared without
+            `own_shards=True`, because Accelerate has then split it among the processes.
         **options: The other arguments of `join_uneven_inputs`.
 
     Returns:
@@ -173,8 +173,8 @@ def join_batches(
         JoinValueError: See `own_shards`.
 
     Limits:
-        An exception that you catch outside the loop looks like a `break` to the other processes. To raise on them, use
-        the `with`. An exception that ends the process always reaches them.
+        An exception that you catch outside the loop looks like a `break` to the other processes. To raise it on them
+        too, use `with join_uneven_inputs(...)`. An exception that ends the process always reaches them.
     """
     if own_shards and is_prepared(loader) and deals_out(cast(Any, loader)):
         raise JoinValueError(
@@ -220,10 +220,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 break
         ```
 
-        In a loop, all active processes call it in the same step, because they communicate. After the loop, it returns
-        the loop's answer again: see `torch_join.Join.stop_requested`. Save in the loop's body: after a `break`, the
-        position that Accelerate saves is the start of the epoch. From the first call until `end_training`, these
-        signals no longer end the processes.
+        In a loop, call it on all active processes at the same step. After the loop, it returns the loop's result again:
+        see `torch_join.Join.stop_requested`. Save in the loop's body, because after a `break` Accelerate saves the
+        start of the epoch as the position. From the first call until `end_training`, these signals no longer end the
+        processes.
         """
         signals = stop_signals(self)
         signals.listen()
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             super().load_state(*args, **kwargs)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Call Accelerate's method, and let the next search find the new wrapper."""
+        """Call Accelerate's method, and clear the cached search for model wrappers."""
         _compat.forget_search(self)
         return super().prepare_model(*args, **kwargs)
 
@@ -275,7 +275,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return loader
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Call Accelerate's method; for a `DataLoaderShard`, each process saves its own position.
+        """Call Accelerate's method; each process also saves its own position in a registered `DataLoaderShard`.
 
         Args:
             *objects: Objects with `state_dict` and `load_state_dict`, and loaders over each process's own shard.
@@ -289,7 +289,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """Finish a `join_batches` loop that was left, and call Accelerate's method.
 
         Raises:
-            JoinError: A process that had run out of batches missed the end of training and starts another loop.
+            JoinError: A finished process missed the end of training and started another loop.
         """
         own_loops.finish(self, at_end=True)
         own_loops.end(self)

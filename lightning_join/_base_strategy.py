@@ -191,13 +191,13 @@ class Joining(JoiningStrategy):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this rank trains on in the current step; with `rebalance`, it may be another rank."""
+        """The rank whose batch this rank trains on in the current step: with `rebalance`, possibly another rank."""
         share = self.join.share if self.join is not None else None
         return None if share is None else share.owner
 
     @property
     def owner_batch_idx(self) -> int | None:
-        """The index of that batch among its owner's batches in this epoch; `batch_idx` without `rebalance`."""
+        """The current batch's index among `batch_owner`'s batches in this epoch; `batch_idx` without `rebalance`."""
         share = self.join.share if self.join is not None else None
         return None if share is None else share.batch_idx
 

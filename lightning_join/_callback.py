@@ -35,21 +35,21 @@ JOINING: dict[type[Strategy], type[Joining]] = {
 
 
 class JoinCallback(Callback):
-    """Makes a trainer's plain strategy train exactly on uneven dataloaders.
+    """Callback that makes a trainer's plain strategy train exactly on uneven dataloaders.
 
     `Trainer(strategy="ddp", callbacks=[JoinCallback()])` is equivalent to `Trainer(strategy="ddp_join")`.
-    The supported strategies are `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, each of these with
-    `_find_unused_parameters_true` or `_false`, `DDPStrategy(...)`, `fsdp`, `fsdp_cpu_offload`,
-    `FSDPStrategy(...)`, `ModelParallelStrategy(...)`, and the three strategies of Ray Train. When a run ends,
-    with or without an exception, the callback restores the strategy and the loops.
+    It supports `ddp`, `ddp_spawn`, `ddp_fork` and `ddp_notebook`, each also with `_find_unused_parameters_true` or
+    `_false`, `DDPStrategy(...)`, `fsdp`, `fsdp_cpu_offload`, `FSDPStrategy(...)`, `ModelParallelStrategy(...)`, and Ray
+    Train's three strategies. When a run ends, even by an exception, the callback restores the strategy and the loops.
 
     Args:
         weighting: As in `DDPJoinStrategy`, like all other arguments.
 
     Raises:
-        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start
-            of a run: the trainer has two of these callbacks, or the dataloaders are already set up.
-        JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is not Lightning's.
+        JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start of a run:
+            the trainer has two `JoinCallback`s, or the dataloaders are already set up.
+        JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is from the other Lightning
+            package.
         UnsupportedError: At the start of a run: the strategy's arguments request a feature that does not support uneven
             inputs.
 

@@ -73,17 +73,17 @@ class ActiveCollectives:
         return gathered if ranks is None else gathered[active_places(ranks, group)]
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all ranks that take part, without gradients; each of these ranks calls this.
+        """Return the rows of all ranks that take part, without gradients; all of these ranks call this.
 
         Args:
-            tensor: This rank's tensor, with any number of rows, even none. Its other dimensions must equal those on the
-                other ranks.
+            tensor: This rank's tensor, with any number of rows, even none. Its other dimensions must match on all
+                ranks.
 
         Returns:
             A tensor with all rows, in the order of the ranks.
 
         Raises:
-            UnsupportedError: The ranks' tensors differ in more than their number of rows.
+            UnsupportedError: The ranks' tensors differ in more than the number of rows.
         """
         tensor = tensor.detach()[:0] if self.in_placeholder else tensor.detach()
         shapes = self._shapes_of_all(tensor)

@@ -23,33 +23,32 @@ from torch_join.integration import Channel, EpochRecord, Stopwatch
 class JoinMonitor(Callback):
     """Logs each rank's batches and shadow steps per epoch, and the share of time that ranks were idle.
 
-    A rank is idle once it has joined: it has run out of batches while other ranks have not. (Waiting for a slower rank
-    inside a step does not count as idle, and validation time is excluded.)
+    A rank is idle once it has run out of batches while other ranks have not. Waiting for a slower rank inside a step
+    does not count as idle, and validation time is excluded.
 
-    After each epoch, rank 0 prints one line and logs these values to the trainer's loggers: `join/idle_share`
-    (of all ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
-    `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until the rank joined). With more than 16
-    ranks, the last three are `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on.
-    It also logs `join/idle_seconds`, the sum over all ranks; `join/skew`, the longest rank's batches over the mean; and
-    the savings of rebalancing, `join/steps_to_save` and `join/seconds_to_save` (an estimate from the mean step).
-    If batches are rebalanced, it also logs `join/donated`, `join/donated_bytes` and `join/steps_saved` of all ranks.
+    After each epoch, rank 0 prints one line and logs these values to the trainer's loggers: `join/idle_share` (of all
+    ranks' seconds, from 0 to 1), `join/epoch_seconds`, and for each rank `join/batches_rank_0`,
+    `join/shadow_steps_rank_0` and `join/active_seconds_rank_0` (until the rank finished). With more than 16 ranks, the
+    last three become `join/batches_min`, `join/batches_mean`, `join/batches_max` and so on. It also logs
+    `join/idle_seconds`, the sum over all ranks; `join/skew`, the longest rank's batches over the mean; and what
+    rebalancing would save, `join/steps_to_save` and `join/seconds_to_save` (an estimate from the mean step). If batches
+    are rebalanced, it also logs `join/donated`, `join/donated_bytes` and `join/steps_saved` of all ranks.
 
-    The monitor warns, once per fit, if the skew is so large that resharding would pay off. For n batches in
-    total, W ranks with even shards need ceil(n / W) steps. With uneven shards, they need as many steps as the
-    longest rank has batches, unless batches are rebalanced; each epoch loses the difference. Rewriting the data
-    costs one pass over it, about one epoch at most. So if even shards save a tenth of an epoch, resharding has
-    paid off after ten epochs.
+    The monitor warns once per fit if even shards would save more than `reshard_above` of an epoch's steps. For n
+    batches in total, W ranks with even shards need ceil(n / W) steps; with uneven shards and no rebalancing, they need
+    as many steps as the longest rank has batches. Rewriting the data costs about one epoch at most, so if even shards
+    save a tenth of each epoch, resharding has paid off after ten epochs.
 
     Args:
-        report: The path of a page that shows all of this, written after each epoch: see `torch_join.JoinMonitor`.
+        report: The path of a report page, written after each epoch: see `torch_join.JoinMonitor`.
         plot: The path of a PNG file, also written after each epoch, with a bar per rank that shows when the rank was
-            active and joined. It requires matplotlib (`pip install 'torch-join[plot]'`).
-        reshard_above: The share of an epoch's steps, from 0 to 1, that even shards must save for the warning.
+            active and when it had finished. Requires matplotlib (`pip install 'torch-join[plot]'`).
+        reshard_above: The fraction of an epoch's steps, from 0 to 1, above which the monitor warns.
 
     Raises:
         JoinValueError: `reshard_above` is not from 0 to 1, or `plot` is given and matplotlib is missing.
-        JoinTypeError: `plot` or `report` is not a path. At the start of a run: the strategy does not join, or the
-            trainer is not Lightning's.
+        JoinTypeError: `plot` or `report` is not a path. At the start of a run: the strategy does not support joining,
+            or the trainer is from the other Lightning package.
 
     Attributes:
         epochs: The records of all ranks in each epoch of the fit, equal on every rank.

@@ -94,8 +94,8 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
 class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
-    A rank that runs out of batches stays in the fit loop. It takes part in each gather of parameters and each reduction
-    of gradients, and updates its shards, until the last rank has finished.
+    A rank that runs out of batches stays in the fit loop until the last rank has finished: it takes part in each
+    parameter all-gather and gradient reduction, and updates its shards.
 
     Args:
         *args: The positional arguments of `FSDPStrategy`.
@@ -125,9 +125,9 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
 
 
 class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
-    """`fully_shard`, also combined with tensor parallelism, that trains exactly on uneven dataloaders.
+    """Model parallelism (`fully_shard`, also with tensor parallelism) that trains exactly on uneven dataloaders.
 
-    The ranks of one tensor-parallel group must have the same batches.
+    All ranks of a tensor-parallel group must have the same batches.
 
     Args:
         *args: The positional arguments of `ModelParallelStrategy`.
@@ -144,10 +144,10 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
 
 
 class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
-    """DeepSpeed that trains exactly on uneven dataloaders, with ZeRO stages 0 to 3 and offload to the CPU.
+    """DeepSpeed (ZeRO stages 0 to 3, with CPU offload) that trains exactly on uneven dataloaders.
 
-    A rank that runs out of batches stays in the fit loop. It replays the calls of the active ranks' engines with zero
-    gradients, and updates its shards, until the last rank has finished.
+    A rank that runs out of batches stays in the fit loop until the last rank has finished: it replays the active ranks'
+    engine calls with zero gradients, and updates its shards.
 
     Args:
         *args: The positional arguments of `DeepSpeedStrategy`.

@@ -23,35 +23,33 @@ from torch_join.integration import LockstepJoin, ModelShadow, PlaceholderLockste
 class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     """DDP that trains exactly on uneven dataloaders.
 
-    A rank that runs out of batches stays in the fit loop. It takes part in every gradient all-reduce with zero
-    gradients until the last rank has finished. So optimizers, schedulers, callbacks, validation and checkpoints work as
-    on even inputs.
+    A rank that runs out of batches stays in the fit loop and contributes zero gradients to every all-reduce until the
+    last rank has finished. Optimizers, schedulers, callbacks, validation and checkpoints work as on even inputs.
 
     Args:
         *args: The positional arguments of `DDPStrategy`.
-        weighting: How to combine the gradients of the active ranks: `"world"` (the default) divides their sum by the
+        weighting: How to combine the gradients of the active ranks. `"world"` (the default) divides their sum by the
             world size; `"active"` takes their mean; `"samples"` weights them by batch size, like one process that
-            trains on the union of the batches. A function returns the weight of a batch from the dataloader, such as
-            its number of tokens.
-        divide_by_initial_world_size: torch's argument for the weighting: `True` is `"world"`, `False` is
-            `"active"`.
-        throw_on_early_termination: Whether to end the fit on all ranks, with an `EarlyTerminationError`, when the first
-            rank runs out of batches before others.
+            trains on the union of the batches. A function takes a batch from the dataloader and returns its weight,
+            such as its number of tokens.
+        divide_by_initial_world_size: torch's name for the weighting: `True` means `"world"`, `False` means `"active"`.
+        throw_on_early_termination: Whether to raise an `EarlyTerminationError` on all ranks as soon as one rank runs
+            out of batches before the others.
         enable: `False` makes this a plain `DDPStrategy`.
-        joinables: Further `torch.distributed.algorithms.Joinable`s whose collectives a step issues, in
-            addition to those that the module's `configure_joinables()` returns.
+        joinables: Custom `torch.distributed.algorithms.Joinable`s whose collectives run in a step, in addition to the
+            return value of the module's `configure_joinables()`.
         backward_collectives: Whether a backward may run collectives although no autograd function ran one in the
             forward. Collectives of such functions (SyncBatchNorm, `torch.distributed.nn.functional`) are detected.
         rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
             number of ranks) steps. This changes the training trajectory: there are fewer steps, each with more batches.
-        placeholder: The batch on which a finished rank runs `training_step`, for models that live on several ranks:
-            `"last"`, its last batch; `"rows"`, that batch without samples; or a function that takes that batch and
-            returns the placeholder. The loss has zero weight, and the step logs nothing.
-        hand_over_buffers: Whether a finished rank takes over, after each step, the buffers that are not broadcast
-            (`broadcast_buffers=False`, ignored buffers, FSDP's buffers). `None`: only in modules whose buffers were
-            equal on all ranks that had trained when the first rank ran out of batches.
-        own_shards: Whether each rank's dataloaders read its own data, so that Lightning must not shard it again, as
-            with `Trainer(use_distributed_sampler=False)`.
+        placeholder: The batch on which a finished rank runs `training_step`, for models that span several ranks:
+            `"last"`, the rank's last batch; `"rows"`, that batch without samples; or a function that takes that batch
+            and returns the placeholder. The loss has zero weight, and the step logs nothing.
+        hand_over_buffers: Whether a finished rank receives, after each step, the buffers that are not broadcast
+            (`broadcast_buffers=False`, ignored buffers, FSDP buffers). `None`: only in modules whose buffers were equal
+            on all ranks that had trained when the first rank finished.
+        own_shards: Whether each rank's dataloaders read only that rank's data, which Lightning must then not shard
+            again. Same as `Trainer(use_distributed_sampler=False)`.
         **kwargs: The keyword arguments of `DDPStrategy`, including those of `DistributedDataParallel`.
 
     Raises:

@@ -50,7 +50,7 @@ class JoiningStrategy(ParallelStrategy):
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches while others have not, so its step is a shadow or a placeholder."""
+        """Whether this rank has run out of batches while others have not, so it runs a shadow step or a placeholder."""
         if self.evaluated_by is not None:
             return self.global_rank not in self.evaluated_by
         return self.join is not None and self.join.in_tail and self.join.joined

@@ -25,7 +25,7 @@ __all__ = ["DDPJoinStrategy", "DeepSpeedJoinStrategy", "FSDPJoinStrategy", "Mode
 
 
 class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
-    """DDP for Fabric, on uneven dataloaders.
+    """DDP for Fabric that trains exactly on uneven dataloaders.
 
     ```python
     fabric = Fabric(strategy="ddp_join", devices=8)  # or strategy=DDPJoinStrategy(weighting="samples")
@@ -45,7 +45,7 @@ class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
 
 
 class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
-    """FSDP for Fabric, on uneven dataloaders.
+    """FSDP for Fabric that trains exactly on uneven dataloaders.
 
     Args:
         *args: The positional arguments of `FSDPStrategy`.
@@ -61,12 +61,12 @@ def _as_it_is(model: nn.Module, _: Any) -> nn.Module:
 
 
 class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
-    """`fully_shard` for Fabric, also combined with tensor parallelism, on uneven dataloaders.
+    """Model parallelism for Fabric (`fully_shard`, also with tensor parallelism), exact on uneven dataloaders.
 
-    The ranks of one tensor-parallel group must have the same batches.
+    All ranks of a tensor-parallel group must have the same batches.
 
     Args:
-        parallelize_fn: The function of `ModelParallelStrategy`; without it, shard models before you set them up.
+        parallelize_fn: As in `ModelParallelStrategy`. Without it, shard models before you set them up.
         *args: The other positional arguments of `ModelParallelStrategy`.
         **kwargs: The options of `DDPJoinStrategy`, and the keyword arguments of `ModelParallelStrategy`.
 
@@ -94,7 +94,7 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
 
 
 class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
-    """DeepSpeed for Fabric, on uneven dataloaders, with ZeRO stages 0 to 3.
+    """DeepSpeed for Fabric (ZeRO stages 0 to 3) that trains exactly on uneven dataloaders.
 
     Args:
         *args: The positional arguments of `DeepSpeedStrategy`.

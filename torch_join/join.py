@@ -35,41 +35,41 @@ class Join(TorchJoin):
             ...
     ```
 
-    A rank that has run out of inputs still takes part in the collectives of the other ranks. It contributes zeros to
-    the gradient all-reduce, and a neutral value to any other collective of the step. When the last rank finishes, the
-    state of its joinables is copied to the other ranks, and all ranks leave the loop together. A plain `for` over the
-    loader works too: ranks then meet at each forward of a model.
+    A rank that has run out of inputs (a finished rank) keeps taking part in the collectives of the other ranks, with
+    zeros in a gradient all-reduce and a neutral value in any other collective. When the last rank finishes, the others
+    copy the state of its joinables, and all ranks leave the loop together. A plain `for` over the loader works too:
+    ranks then meet at each forward of a model.
 
     Args:
-        joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and anything
-            with `state_dict` and `load_state_dict`; the same on every rank, in the same order.
-        enable: `False` makes the context do nothing: `batches` yields the loader's batches, and every rank is active.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of inputs before others.
-        weighting: How the gradients of the active ranks are combined. `"world"` (the default): their sum divided by the
-            number of ranks. `"active"`: their mean. `"samples"`: weighted by batch size. A function: weighted by the
-            number that it returns for a batch from the loader, such as a token count.
+        joinables: DDP models, optimizers, LR schedulers, `GradScaler`s, torch `Joinable`s, and objects with
+            `state_dict` and `load_state_dict`. Pass the same list, in the same order, on every rank.
+        enable: `False` disables the context: `batches` yields the loader's batches, and every rank is active.
+        throw_on_early_termination: Whether to raise on all ranks when one of them runs out of inputs before others.
+        weighting: How to combine the gradients of the active ranks. `"world"` (the default) divides their sum by the
+            number of ranks; `"active"` takes their mean; `"samples"` weights them by batch size. A function takes a
+            batch from the loader and returns its weight, such as a token count.
         may_break: Whether ranks may `break` out of their loops at different steps. They then meet in each step, even if
             lengths are certain.
-        timeout: How long a rank waits for another, by default 30 minutes.
-        audit: In which loops to compare the ranks' states: `"tail"`, loops that a rank ends early; `True`, all loops.
-        hand_over_ignored: Whether to hand over parameters that DDP ignores. `None`: only those with the same bytes on
-            all ranks.
-        hand_over_buffers: Whether to hand over FSDP's buffers, and those that DDP does not broadcast. `None`: only
-            those of modules whose buffers had the same bytes on all ranks after each rank had trained.
+        timeout: How long a rank waits for another rank, by default 30 minutes.
+        audit: When to compare the ranks' states: `"tail"`: in loops that a rank finishes early. `True`: in all loops.
+        hand_over_ignored: Whether to hand over parameters that DDP ignores. `None`: only those that are bitwise equal
+            on all ranks.
+        hand_over_buffers: Whether to hand over FSDP buffers and buffers that DDP does not broadcast. `None`: only in
+            modules whose buffers were bitwise equal on all ranks after each rank had trained.
         backward_collectives: Whether a backward may run collectives although no autograd function ran one in the
             forward. If one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
-        rebalance: Whether ranks that have run out of batches receive batches of other ranks, so that all train until
-            the end. Loops must be over `batches`, and all ranks must leave them at the same step.
-        placeholder: The batch on which a finished rank runs the remaining steps itself, for models that live on several
-            ranks (experts, pipelines). The loss of such a step counts zero. `"last"`: its last batch. `"rows"`: that
-            batch without samples (`tensor[:0]`). A function: its return value for that batch. A rank that never had a
-            batch uses another rank's. Nothing is mirrored or handed over: every rank makes every call.
-        monitor: Measures each loop over `batches`, and the cost of uneven inputs there: see `JoinMonitor`.
+        rebalance: Whether finished ranks receive batches from other ranks, so that all ranks train until the end. Loop
+            over `batches`, and leave each loop at the same step on all ranks.
+        placeholder: The batch on which a finished rank runs the remaining steps itself, for models that span several
+            ranks (experts, pipelines). The loss of such a step has zero weight. `"last"`: the rank's last batch.
+            `"rows"`: that batch without samples (`tensor[:0]`). A function: its return value for that batch. A rank
+            that never had a batch uses another rank's. Nothing is mirrored or handed over.
+        monitor: A `JoinMonitor`, which measures each loop over `batches` and the cost of its uneven inputs.
         **hooks: Passed to every `join_hook`. `divide_by_initial_world_size` selects a weighting, as in torch.
 
     Raises:
-        JoinValueError: `joinables` is empty, or its members have different process groups. Or several ranks have a
-            monitor and `enable=False`.
+        JoinValueError: `joinables` is empty or mixes process groups, or `monitor` is combined with `enable=False` on
+            several ranks.
         JoinTypeError: A joinable has an unsupported type, or `Join` and all hooks lack an argument that was passed.
         EarlyTerminationError: See `throw_on_early_termination`.
     """
@@ -136,13 +136,13 @@ class Join(TorchJoin):
         steps cost nothing extra. Otherwise the ranks meet at each batch.
 
         Args:
-            loader: This rank's batches; there may be none.
+            loader: This rank's batches; may be empty.
             name: The loop's name, if an epoch has several loops: `state_dict` has a place for each name.
-            placeholder: The placeholder for this loop, in place of that of `Join`.
+            placeholder: Overrides `Join`'s `placeholder` in this loop.
 
         Returns:
-            This rank's batches, to loop over once. With a placeholder, there are as many as on the longest rank. The
-            result is no iterator, so a progress bar that holds it does not keep open a loop that you left by `break`.
+            An iterable over this rank's batches, for one loop; with a placeholder, as many as on the longest rank. It
+            is not an iterator, so a progress bar that holds it does not keep a loop open after a `break`.
         """
         return self._driver.batches(loader, name, placeholder)
 
@@ -158,9 +158,9 @@ class Join(TorchJoin):
                     torch.save({"model": ddp.module.state_dict(), "join": position}, path)
         ```
 
-        All active ranks call it at the same step, and wait for each other; finished ranks add their part without a
-        call. The current batch counts as trained on. A state from after the loop makes the next loop start anew; after
-        a `break`, it makes this loop continue. If an epoch has several loops, give each a name.
+        Call it on all active ranks at the same step; finished ranks add their position without a call. The current
+        batch counts as trained on. From a state saved after the loop, the next loop starts at its first batch; from one
+        saved after a `break`, this loop resumes. If an epoch has several loops, give each a name.
 
         Returns:
             The same state on all ranks: numbers, strings, tensors, and the states of loaders that have a `state_dict`.
@@ -175,19 +175,20 @@ class Join(TorchJoin):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next loop over `batches` where `state_dict` was called; all ranks call this.
 
-        If loops have names, the next loop with the saved name resumes. Until then, loops with other names are empty,
-        since the saved epoch had finished them. Later loops start anew, in the data order of an uninterrupted run.
+        If loops have names, the next loop with the saved name resumes; loops with other names before it are empty,
+        because the saved epoch had finished them. Later loops start at their first batch, in the data order of an
+        uninterrupted run.
 
-        A loader with a `load_state_dict` gets its state back. Any other loader must yield the same batches again; those
-        that were trained on are skipped, and not even read if they come from a sampler. To repeat the order, this sets
-        the generators that draw it, and the epochs of samplers with a `set_epoch`.
+        A loader with a `load_state_dict` restores its own state. Any other loader must yield the same batches again.
+        Batches that were trained on are skipped, without reading them if they come from a sampler. To repeat the order,
+        this method sets the generators that draw it, and the epochs of samplers with a `set_epoch`.
 
         Args:
             state: The return value of `state_dict`.
 
         Raises:
-            JoinValueError: A different number of ranks wrote it in the middle of a loop. Or, when the loop starts: it
-                has another loader, or only some ranks have loaded the state.
+            JoinValueError: A different number of ranks wrote the state in the middle of a loop. Or, when the loop
+                starts, its loader differs, or only some ranks have loaded the state.
             JoinError: A loop is running.
         """
         self._driver.load_state_dict(state)
@@ -208,33 +209,32 @@ class Join(TorchJoin):
                 break
         ```
 
-        In a loop, all active ranks call it at the same step; finished ranks take part without a call. After the loop it
-        returns the loop's answer again, without communication. If no loop calls it, all ranks must call it between
+        In a loop, call it on all active ranks at the same step; finished ranks take part without a call. After the loop
+        it returns the loop's result again, without communication. If no loop calls it, call it on all ranks between
         loops.
 
-        Each call takes a round trip between the ranks, because an epoch with certain lengths has no other meeting that
-        could carry the answer. Loops that do not call it pay nothing. If a round trip per step is too much, call it
-        every few steps. Once it has returned `True`, it always does.
+        Each call in a loop takes a round trip between the ranks; if that is too slow, call it every few steps. Loops
+        that do not call it pay nothing. Once it has returned `True`, it always returns `True`.
 
-        From the first call until the end of the `with`, these signals no longer end the process on any rank. Before
-        that, and when called outside the main thread, they keep their effect. Your own handlers are called too.
+        From the first call in the main thread until the end of the `with`, these signals no longer end any rank's
+        process. Calls in other threads do not change that. Your own handlers are called too.
 
         Raises:
             JoinError: The loop is a plain `for`, or only some ranks call it.
-            JoinValueError: `enable=False`, so ranks do not meet.
+            JoinValueError: `enable=False`, so the ranks do not communicate.
         """
         return self._driver.stop_requested()
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from each active rank, for a loss over all of them; all active ranks call it in a step.
+        """Gather a tensor from each active rank, for a loss over all active ranks, all of which call this in a step.
 
         Args:
             tensor: This rank's tensor, of the same shape and type on each rank.
-            sync_grads: Whether gradients flow through it: each rank gets the gradients of all active ranks' losses.
-                Each of these losses must then depend on the result.
+            sync_grads: Whether gradients flow through the gather, so that each rank gets gradients from all active
+                ranks' losses. Each of these losses must then depend on the result.
 
         Returns:
-            The tensors, stacked in the order of `active_ranks`: this rank's own is at `active_ranks.index(rank)`.
+            The tensors, stacked in the order of `active_ranks`; this rank's tensor is at `active_ranks.index(rank)`.
         """
         active, members = self._driver.find_active(), self._driver.members
         if (placeholders := self._driver.placeholders) is not None:
@@ -244,14 +244,15 @@ class Join(TorchJoin):
     def weigh(self, value: Tensor) -> Tensor:
         """Multiply a value by the weight of this rank's loss in the current step, in a loop with a placeholder.
 
-        Use it for decisions that ranks make together: the sum over all ranks is the weighted mean loss times the number
-        of ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
+        Use it for decisions that ranks make together: summed over all ranks, the result is the weighted mean loss times
+        the number of ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
 
         Args:
-            value: A tensor of any shape, without gradient: a detached loss, or `grad_outputs` of `autograd.grad`.
+            value: A tensor of any shape that does not require grad: a detached loss, or `grad_outputs` of
+                `autograd.grad`.
 
         Raises:
-            JoinError: The value requires a gradient, or the loop has no placeholder.
+            JoinError: The value requires grad, or the loop has no placeholder.
         """
         return self._driver.weigh(value)
 
@@ -271,18 +272,18 @@ class Join(TorchJoin):
         must belong to one dataset that all ranks share. Without indices, rows are sorted by rank, then by batch.
 
         Args:
-            rows: This rank's structures: a list with one per batch, or one structure. A structure is a tensor with a
-                row per sample, a list with an object per sample, or a tuple or a mapping of structures. Pass `None`, or
-                an empty list, on a rank without a batch.
-            indices: The samples' indices: a list with a sequence or tensor per structure; one if `rows` is one.
+            rows: This rank's results: a list with one structure per batch, or a single structure. A structure is a
+                tensor with one row per sample, a list with one object per sample, or a tuple or mapping of structures.
+                On a rank without a batch, pass `None` or an empty list.
+            indices: The samples' indices: a sequence or tensor for each structure, in a list if `rows` is a list.
             rank: The rank that gets the result; by default all do.
 
         Returns:
-            One structure of all samples: tensors joined along their first dimension, lists end to end; mappings as
-            dictionaries. `None` on ranks other than `rank`, and on all ranks if no rank has a batch.
+            One structure of all samples: tensors and lists concatenated, mappings as dictionaries. `None` on ranks
+            other than `rank`, and on all ranks if no rank has a batch.
 
         Raises:
-            JoinValueError: On all ranks, if some rank's rows cannot be joined. The message has the rank and the part.
+            JoinValueError: On all ranks, if some rank's rows cannot be gathered. The message has the rank and the part.
             JoinError: Some ranks have run out of batches, and others have not.
         """
         self._driver.check_together("join.gather_in_order")
@@ -295,7 +296,7 @@ class Join(TorchJoin):
 
     @property
     def backward_collectives(self) -> bool:
-        """Whether joined ranks follow every backward piece by piece; equal on all ranks."""
+        """Whether finished ranks follow every backward piece by piece; set it to the same value on all ranks."""
         return self._driver.backward_collectives
 
     @backward_collectives.setter
@@ -314,17 +315,17 @@ class Join(TorchJoin):
 
     @property
     def batch_owner(self) -> int | None:
-        """The rank whose batch this rank trains on at the current step: with `rebalance`, possibly another rank."""
+        """The rank whose batch this rank trains on in the current step: with `rebalance`, possibly another rank."""
         share = self._driver.share
         return None if share is None else share.owner
 
     @property
     def owner_batch_idx(self) -> int | None:
-        """The index of that batch among its owner's batches in this loop; `step` without `rebalance`."""
+        """The current batch's index among the batches of `batch_owner` in this loop; `step` without `rebalance`."""
         share = self._driver.share
         return None if share is None else share.batch_idx
 
     @property
     def step(self) -> int:
-        """The current step, counted from the start of the loop, even if that was in another job."""
+        """The current step, counted from the start of the loop, even if an earlier job started it."""
         return self._driver.step_number

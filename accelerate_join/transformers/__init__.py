@@ -12,4 +12,4 @@ __all__ = ["JoinMonitor", "JoinTrainer", "JoinTrainerMixin"]
 
 
 class JoinTrainer(JoinTrainerMixin, Trainer):
-    """`transformers.Trainer` that is exact if ranks have different numbers of batches: see `JoinTrainerMixin`."""
+    """A `transformers.Trainer` that is exact on uneven dataloaders: see `JoinTrainerMixin`."""

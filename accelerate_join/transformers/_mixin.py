@@ -31,33 +31,34 @@ _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_tes
 
 
 class JoinTrainerMixin:
-    """Makes a trainer exact on uneven dataloaders; put it before the trainer class in the list of bases.
+    """Mixin that makes a trainer exact on uneven dataloaders; list it before the trainer class in the bases.
 
     ```python
     class Mine(JoinTrainerMixin, SFTTrainer):
         own_shards = True
     ```
 
-    Each rank runs every step of Trainer's own loop. A finished rank runs them with empty batches, and takes part in the
-    operations of the other ranks. The options are class attributes, and `__init__` takes them as keyword arguments.
+    Each rank runs every step of Trainer's own loop; a finished rank runs them with empty batches and follows the
+    collectives of the others. The options are class attributes, and `__init__` also takes them as keyword arguments.
 
     Attributes:
         weighting: How to combine the gradients of the active ranks if a loss is a mean: `"world"` (the default),
             `"active"` or `"samples"`, see `torch_join.Join`. A function takes a batch, before it moves to a device, and
-            returns its count. The counts weight all micro-batches of a step. If Trainer divides by the number of items
-            in all batches (`num_items_in_batch`), the result is exact already. Then this must be `"world"`, or a
-            function whose counts replace Trainer's.
-        own_shards: Whether each rank has its own datasets, which Trainer then does not shard.
+            returns its count, which weights all micro-batches of a step. If Trainer divides by the number of items in
+            all batches (`num_items_in_batch`), the result is already exact; use `"world"`, or a function whose counts
+            replace Trainer's.
+        own_shards: Whether each rank has its own datasets, so that Trainer does not shard them.
         rebalance: Whether finished ranks receive batches from other ranks, so that an epoch takes (number of batches /
             number of ranks) steps.
-        throw_on_early_termination: Whether to raise on all ranks when the first one runs out of batches.
-        placeholder: The batch on which a finished rank runs its steps, for models that live on several ranks (experts,
-            sharded embeddings): `"last"`, `"rows"` or a function of a batch, see `torch_join.Join`. The loss of such a
-            step has zero weight.
-        kept: Names of trainer attributes that accumulate over steps, and that a finished rank takes over.
+        throw_on_early_termination: Whether to raise on all ranks as soon as one rank runs out of batches before the
+            others.
+        placeholder: The batch on which a finished rank runs its steps, for models that span several ranks (experts,
+            sharded embeddings): `"last"`, `"rows"` or a function, see `torch_join.Join`. The loss of such a step has
+            zero weight.
+        kept: Names of trainer attributes that accumulate over steps; a finished rank receives their values.
 
     Raises:
-        UnsupportedError: A rank without a batch cannot take part in this trainer's training.
+        UnsupportedError: Finished ranks cannot take part in this trainer's training.
     """
 
     weighting: Weighting = "world"

@@ -25,7 +25,7 @@ class JoinMonitor(TrainerCallback):
     evaluations.
 
     Args:
-        report: The path of a page that shows all of this, written after each epoch: see `torch_join.JoinMonitor`.
+        report: The path of a report page, written after each epoch: see `torch_join.JoinMonitor`.
         plot: The path of a PNG file with a bar per rank, also written after each epoch, with matplotlib.
 
     Attributes:

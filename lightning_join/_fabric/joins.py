@@ -122,19 +122,19 @@ class Joins:
 
     @property
     def at_last_step(self) -> bool:
-        """Whether no rank has another batch after this step."""
+        """Whether this is the last step on all ranks."""
         return self._driver is not None and self._driver.find_last_step()
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Make a loop over any iterable, such as a `zip` of two loaders, work like one over a set-up dataloader."""
+        """Wrap any iterable, such as a `zip` of two loaders, so that it works like a set-up dataloader."""
         return self._joined(loader)
 
     @contextmanager
     def joining(self, *loaders: Iterable[Any]) -> Iterator[Join]:
         """Return a context for loops over loaders that were set up; all ranks leave it together.
 
-        At its end, all ranks have the same state even after a `break`, and an exception raises on all ranks. Without
-        it, ranks notice both only in their next joint operation.
+        When the context exits, all ranks have the same state even after a `break`, and an exception on one rank raises
+        on all. Without the context, other ranks notice a `break` or an exception only in their next collective.
 
         Args:
             *loaders: The loaders of the loops inside: loaders that were set up, or `strategy.batches(...)`.
@@ -171,8 +171,8 @@ class Joins:
         everything = fabric.strategy.gather_in_order(rows, indices)
         ```
 
-        With indices, rows are sorted by index, and each index occurs once: the lowest rank's first row counts. With
-        `order="shards"`, rows are sorted by rank, and within each rank by index, or by batch without indices.
+        With indices, rows are sorted by index, and each index occurs once: the first row of the lowest rank that has
+        it. With `order="shards"`, rows are sorted by rank, then by index, or by batch without indices.
 
         Args:
             rows: See `torch_join.Join.gather_in_order`.
@@ -185,8 +185,8 @@ class Joins:
             See `torch_join.Join.gather_in_order`.
 
         Raises:
-            JoinValueError: On all ranks, if some rank's rows cannot be joined; or if there are no indices and no
-                `order`, although a sampler splits one dataset among the ranks.
+            JoinValueError: On all ranks, if some rank's rows cannot be gathered, or if a sampler splits one dataset
+                among the ranks and neither `indices` nor `order` is passed.
             JoinError: Some ranks have run out of batches while others have not.
         """
         own_loops.finish(self)

@@ -26,31 +26,31 @@ def gather_in_order(
     everything = gather_in_order(trainer, predictions)
     ```
 
-    If a sampler distributes the dataset to the ranks (Lightning's, torch's, ours, or one with the attributes `rank` and
-    `num_replicas`), predictions are in the dataset's order, because Lightning records the indices that it reads. Each
+    If a sampler distributes the dataset to the ranks (from Lightning, torch or torch-join, or one with the attributes
+    `rank` and `num_replicas`), predictions are in the dataset's order, because Lightning records the indices. Each
     sample occurs once, even if a padding sampler gives it to two ranks. If each rank has its own shard, predictions are
-    sorted by rank, and within each rank by the order of its shard. If a shard has no indices (a stream, for example),
-    they are in the order of its batches.
+    sorted by rank, then by the order of the shard. If a shard has no indices (a stream, for example), its predictions
+    are in the order of its batches.
 
     Args:
         trainer: The trainer, after `predict` or in a hook at its end.
-        predictions: The return value of `predict` on this rank, or the same number of other structures: a list with an
-            entry per batch; with several dataloaders, a list of such lists. A batch's structure is a tensor with a row
-            per sample, a list with an object per sample, or a tuple or a mapping of structures.
+        predictions: This rank's return value of `predict`, or the same number of other structures: a list with one
+            structure per batch; with several dataloaders, a list of such lists. A structure is a tensor with one row
+            per sample, a list with one object per sample, or a tuple or mapping of structures.
         rank: The rank that gets the result; by default all do.
-        indices: The samples' indices by batch, if Lightning does not record them: like `predictions`, but with a tensor
-            or a sequence of whole numbers for each batch.
+        indices: The samples' indices, if Lightning does not record them: like `predictions`, but with a tensor or
+            sequence of integers for each batch.
         order: `"dataset"`: indices refer to a dataset that all ranks share. `"shards"`: indices refer to each rank's
             own dataset. By default, the sampler decides; with `indices` it is `"dataset"`.
 
     Returns:
-        One structure like a batch's: tensors and lists concatenated along their first dimension, mappings as
-        dictionaries. With several dataloaders, a list of these. `None` on ranks other than `rank`, and for a dataloader
-        that has no batch on any rank.
+        One structure of all samples: tensors and lists concatenated, mappings as dictionaries. With several
+        dataloaders, a list of these. `None` on ranks other than `rank`, and for a dataloader that has no batch on any
+        rank.
 
     Raises:
-        JoinValueError: On all ranks, if some rank's predictions lack a row for each sample, or are not from the last
-            `predict`.
+        JoinValueError: On all ranks, if some rank's predictions do not have one row per sample, or are not from the
+            last `predict`.
         UnsupportedError: On all ranks, if the order is unknown; the message names the argument to pass.
     """
     combined = trainer.predict_loop._combined_loader

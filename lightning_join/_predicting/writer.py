@@ -23,17 +23,16 @@ class JoinPredictionWriter(BasePredictionWriter):
     predictions = read_predictions("predictions.rows")
     ```
 
-    Each rank appends its batches to its own file beside that one. When all ranks have finished, rank 0 reads these
-    files and writes all predictions in order. Only then does the result file appear, and the ranks' files are removed.
-    Memory holds three numbers per sample.
+    Each rank appends its batches to its own file next to `path`. When all ranks have finished, rank 0 merges these
+    files in order into `path`, and they are removed. Memory holds only three numbers per sample.
 
     Args:
-        path: The path of the file, on a file system that all ranks share. An existing file is replaced at the end.
+        path: The result file, on a file system that all ranks share. An existing file is replaced at the end.
         order: As in `gather_in_order`.
 
     Raises:
-        JoinError: On all ranks, if some rank's predictions lack a row for each sample, if the file cannot be written,
-            or if the order is unknown.
+        JoinError: On all ranks, if some rank's predictions do not have one row per sample, the file cannot be written,
+            or the order is unknown.
     """
 
     def __init__(self, path: str | os.PathLike[str], order: Order | None = None) -> None:
@@ -92,7 +91,7 @@ class JoinPredictionWriter(BasePredictionWriter):
 
 
 def read_predictions(path: str | os.PathLike[str]) -> FileRows | list[FileRows]:
-    """Return the predictions that a `JoinPredictionWriter` wrote; each is read only on access.
+    """Return the predictions that a `JoinPredictionWriter` wrote, each of which is read only on access.
 
     `predictions[i]` is the prediction of one sample, `predictions[i:j]` a structure like a batch's, and
     `predictions[:]` the result of `gather_in_order`. A loop iterates over the samples, in bounded memory.

@@ -23,23 +23,23 @@ from collections.abc import Iterable, Sequence
 
 
 class JoinError(RuntimeError):
-    """Base of every error that this project raises on purpose."""
+    """Base class of all errors that torch-join raises on purpose."""
 
 
 class JoinValueError(JoinError, ValueError):
-    """An argument or a set-up holds a value that is not allowed."""
+    """An argument, or another part of the setup, has an invalid value."""
 
 
 class JoinTypeError(JoinError, TypeError):
-    """An argument or a set-up is of a type that is not allowed."""
+    """An argument, or another part of the setup, has an invalid type."""
 
 
 class UnsupportedError(JoinError):
-    """The set-up cannot be trained exactly on uneven inputs (yet)."""
+    """This setup does not support exact training on uneven inputs (yet)."""
 
 
 class EarlyTerminationError(JoinError):
-    """A rank ran out of inputs and `throw_on_early_termination` is set."""
+    """A rank ran out of inputs before others, with `throw_on_early_termination=True`."""
 
 
 class PeerFailedError(JoinError):
@@ -47,7 +47,7 @@ class PeerFailedError(JoinError):
 
     Attributes:
         rank: The failed rank's number in the job, or `None` if that is not known.
-        reason: The cause, as that rank or others report it.
+        reason: The cause, as reported by that rank or by others.
     """
 
     def __init__(self, message: str, rank: int | None = None, reason: str = "") -> None:
@@ -61,7 +61,7 @@ class JoinTimeoutError(JoinError, TimeoutError):
 
 
 class JoinWarning(UserWarning):
-    """The set-up works, but perhaps not as intended."""
+    """Training works, but perhaps not as intended."""
 
     @classmethod
     def warn(cls, text: str) -> None:
@@ -75,11 +75,11 @@ class JoinWarning(UserWarning):
 
 
 class JoinDriftWarning(JoinWarning):
-    """Ranks hold different states, or a value that comes from only some ranks' batches."""
+    """Ranks have different state, or a value reflects only some ranks' batches."""
 
 
 class JoinDataWarning(JoinWarning):
-    """Samples are left out, trained on twice, or read in another order."""
+    """Samples are skipped, trained on twice, or read in a different order."""
 
 
 class JoinPerformanceWarning(JoinWarning):

@@ -8,11 +8,10 @@ from torch.utils.data import Dataset, DistributedSampler
 
 
 class UnpaddedDistributedSampler(DistributedSampler[int]):
-    """Show every sample exactly once per epoch, whatever the world size.
+    """Sampler that yields every sample exactly once per epoch, for any world size.
 
-    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch, without the duplicates that
-    it appends, or the gaps where it drops samples, to make ranks even. So ranks may differ by one sample. With fewer
-    samples than ranks, some ranks have none.
+    The order is that of `torch.utils.data.DistributedSampler` with the same seed and epoch, but without its padding or
+    dropped samples, so ranks may differ by one sample. With fewer samples than ranks, some ranks have none.
 
     Args:
         dataset: The dataset, which must have a length.

@@ -31,17 +31,17 @@ class JoinMonitor:
     print(monitor.epochs[-1])
     ```
 
-    All ranks must pass a monitor. A step reads the clock twice; at the end of a loop, the ranks exchange their
-    measurements, and the lowest rank writes the files. A loop is not an epoch if no model ran a backward in it (in an
-    evaluation, say), if it had no batches, or if an error ended it.
+    Pass a monitor on all ranks. Each step reads the clock twice; at the end of a loop, the ranks exchange their
+    measurements, and the lowest rank writes the files. A loop does not count as an epoch if no model ran a backward in
+    it (an evaluation, for example), if it had no batches, or if an error ended it.
 
-    Each host measures seconds with its own clock, from the meeting of all ranks at the start of the loop, so the clocks
-    of different hosts need not agree. They are seconds of Python code: the monitor does not wait for pending GPU work.
+    Seconds count from the meeting of all ranks at the start of the loop, so hosts' clocks need not agree. They measure
+    Python code: the monitor does not wait for pending GPU work.
 
     Args:
-        report: The path of the page: a file that ends in `.html` or `.htm`, or a folder, in which the page is named
-            `join-report.html`. It is one file that loads no others. It is replaced after each epoch, or less often if
-            writing takes more than a second plus one percent of the time; at the end, it has all epochs.
+        report: The path of the self-contained page: a file that ends in `.html` or `.htm`, or a folder for a
+            `join-report.html`. The page is replaced after each epoch, or less often if writing takes more than a second
+            plus one percent of the time. At the end, it shows all epochs.
         plot: The path of a PNG file with a bar per rank, drawn with matplotlib (`pip install 'torch-join[plot]'`).
 
     Raises:
@@ -53,8 +53,8 @@ class JoinMonitor:
 
     Limits:
         A resumed epoch counts from the batch where it resumes, and earlier epochs are not on the page. If the number of
-        ranks changes, the page shows only epochs with as many ranks as the last one. A file that cannot be written
-        causes a warning. With several process groups, each group's lowest rank writes: give each group its own file.
+        ranks changes, the page shows only epochs with the latest number. A file that cannot be written causes a
+        warning. With several process groups, give each group its own file, because each group's lowest rank writes.
     """
 
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:

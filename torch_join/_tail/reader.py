@@ -214,7 +214,7 @@ class Windows(Generic[T]):
 
 
 def windows(loader: Iterable[T], size: int) -> Windows[T]:
-    """Make each step a window: a list of batches whose gradients are accumulated.
+    """Group batches into windows, each of which is one step: a list of batches whose gradients are accumulated.
 
     ```python
     for window in join.batches(windows(loader, 4)):
@@ -225,15 +225,16 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
         optimizer.step()
     ```
 
-    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the sizes. Scale
-    each batch's mean loss by its share of this rank's window, as above. The gradient is then the mean over all windows.
+    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the batch sizes.
+    Scale each batch's mean loss by its share of this rank's window, as above; the gradient is then the mean over all
+    windows.
 
     Args:
         loader: The loader of the batches.
         size: The number of batches in a window; the last window may have fewer.
 
     Returns:
-        A loader of lists, with a length if `loader` has one. Its other attributes come from `loader`.
+        A loader of lists, with a length if `loader` has one. It forwards other attributes to `loader`.
 
     Raises:
         JoinValueError: `size` is less than 1; or, in the loop, the loader reuses the memory of one batch for the next.

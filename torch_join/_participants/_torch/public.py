@@ -21,11 +21,11 @@ from torch_join._shadow.synced_norms import has_synced_norms
 
 
 class JoinableModel(WrappingJoinable):
-    """A DDP model as a `Joinable`: exact gradients and buffers in torch's `Join` too.
+    """Wrap a DDP model as a `Joinable`, for exact gradients and buffers in torch's `Join` too.
 
-    In this package's `Join`, `Join([JoinableModel(ddp)])` is the same as `Join([ddp])`. In torch's `Join`, each forward
-    of `ddp` shows the other ranks that this rank has an input. Ranks without an input take part in its collectives with
-    a zero-gradient pass. At the end all ranks have the last rank's parameters and buffers.
+    In this package, `Join([JoinableModel(ddp)])` is the same as `Join([ddp])`. In torch's `Join`, each forward of `ddp`
+    tells the other ranks that this rank has an input. Finished ranks take part in the model's collectives with a
+    zero-gradient pass. At the end, all ranks have the last rank's parameters and buffers.
 
     Args:
         ddp: The model. Call it, not this object, in the loop.
@@ -34,11 +34,11 @@ class JoinableModel(WrappingJoinable):
         JoinTypeError: `ddp` is not a `DistributedDataParallel`.
 
     Limits:
-        torch's `Join` understands `divide_by_initial_world_size` and `weighting` here. In it, a model comes first in
-        the list, and a step is one forward of the model. Other packages' joinables with collectives come after it and
-        are called after its backward. Joined ranks do not mirror other collectives in the step. If a rank raises, the
-        others wait until the process group's timeout, and the hooks stay until the `Join` object is freed.
-        `torch_join.Join` has none of these limits.
+        In torch's `Join`, pass `divide_by_initial_world_size` or `weighting` to `Join`, and list a model first; a step
+        is one forward of the model. Other packages' joinables with collectives come after the model and are called
+        after its backward. Finished ranks do not mirror other collectives in the step. If a rank raises, the others
+        wait until the process group's timeout, and the hooks stay until the `Join` object is freed. `torch_join.Join`
+        has none of these limits.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -66,23 +66,22 @@ class JoinableModel(WrappingJoinable):
 
 
 class JoinableOptimizer(WrappingJoinable):
-    """An optimizer as a `Joinable`.
+    """Wrap an optimizer as a `Joinable`.
 
-    In this package's `Join`, `Join([JoinableOptimizer(optimizer)])` is the same as `Join([optimizer])`. In torch's
-    `Join`, all ranks get the last rank's optimizer state at the end, bit for bit, even a rank that never stepped. A
-    joined rank steps its shard of a `ZeroRedundancyOptimizer` in each step, with the gradients and the hyperparameters
-    that an active rank sends.
+    In this package, `Join([JoinableOptimizer(optimizer)])` is the same as `Join([optimizer])`. In torch's `Join`, all
+    ranks get the last rank's optimizer state at the end, bit for bit, even a rank that never stepped. A finished rank
+    steps its shard of a `ZeroRedundancyOptimizer` in each step, with an active rank's gradients and hyperparameters.
 
     Args:
         optimizer: The optimizer.
-        process_group: The process group, by default the whole world, or that of a sharded optimizer.
+        process_group: The process group. The default is the group of a sharded optimizer, otherwise the whole world.
 
     Raises:
         JoinTypeError: `optimizer` is not an optimizer.
 
     Limits:
-        In torch's `Join` a `ZeroRedundancyOptimizer` comes after a `JoinableModel`, and after other packages'
-        joinables with collectives; it steps at most once after each backward.
+        In torch's `Join`, list a `ZeroRedundancyOptimizer` after a `JoinableModel` and after other packages' joinables
+        with collectives, and step it at most once after each backward.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None = None) -> None:
@@ -98,20 +97,20 @@ class JoinableOptimizer(WrappingJoinable):
 
 
 class JoinableState(WrappingJoinable):
-    """Anything with `state_dict` and `load_state_dict` as a `Joinable`: an LR scheduler, a `GradScaler`, an average.
+    """Wrap an object with a `state_dict` (an LR scheduler, a `GradScaler`, an average) as a `Joinable`.
 
-    In this package's `Join`, `Join([JoinableState(thing)])` is the same as `Join([thing])`. In torch's `Join` too, all
-    ranks get the last rank's state at the end.
+    In this package, `Join([JoinableState(thing)])` is the same as `Join([thing])`. In torch's `Join` too, all ranks get
+    the last rank's state at the end.
 
     Args:
         thing: The object, which may also be a plain module or optimizer.
         process_group: The process group, by default the whole world.
 
     Raises:
-        JoinTypeError: `thing` has no state to hand over, or takes part in each step and needs another kind of joinable.
+        JoinTypeError: `thing` has no state to hand over, or takes part in each step and needs another wrapper class.
 
     Limits:
-        In torch's `Join` it comes after the joinable that announces each step of the loop, usually a model.
+        In torch's `Join`, list it after the joinable that announces each step of the loop, usually a model.
     """
 
     def __init__(self, thing: Any, process_group: dist.ProcessGroup | None = None) -> None:
@@ -128,11 +127,11 @@ class JoinableState(WrappingJoinable):
 
 
 class JoinableMetric(WrappingJoinable):
-    """A metric of torchmetrics, or a `MetricCollection`, as a `Joinable`.
+    """Wrap a torchmetrics metric or `MetricCollection` as a `Joinable`.
 
-    In this package's `Join`, `Join([JoinableMetric(metric)])` is the same as `Join([metric])`. In torch's `Join` too,
-    only the active ranks contribute states to a sync in a forward (`dist_sync_on_step=True`), and all ranks that have
-    updated the metric contribute to a `compute()` in a step. A `reset()` also resets the metric on joined ranks.
+    In this package, `Join([JoinableMetric(metric)])` is the same as `Join([metric])`. In torch's `Join` too, only
+    active ranks contribute to a sync in a forward (`dist_sync_on_step=True`), and all ranks that have updated the
+    metric contribute to a `compute()` in a step. A `reset()` also resets the metric on finished ranks.
 
     Args:
         metric: The metric.
@@ -141,10 +140,10 @@ class JoinableMetric(WrappingJoinable):
         JoinTypeError: `metric` is not a torchmetrics metric.
 
     Limits:
-        In torch's `Join`, ranks leave the loop one by one. So call `compute()` in a step, or after the `with`, where
-        torchmetrics syncs as usual; between the two it would wait for ranks that do not call it. Without a model before
-        it, one of its metrics must have `dist_sync_on_step=True`, and the first such metric is called once per step.
-        Other packages' joinables come before it.
+        In torch's `Join`, ranks leave the loop one by one, so call `compute()` in a step or after the `with`; in
+        between, it would wait for ranks that do not call it. Without a model before the metric, one of its metrics must
+        have `dist_sync_on_step=True`, and you must call the first such metric once per step. List other packages'
+        joinables first.
     """
 
     is_replicated = False
