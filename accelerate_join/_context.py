@@ -97,8 +97,8 @@ def _context(
         raise UnsupportedError(
             "A weighting function cannot be used with gradient_accumulation_steps > 1: it would weight each batch by"
             " its own count, not by the window's count. Set gradient_accumulation_steps=1 and use `for window in"
-            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) for all batches but"
-            " the last."
+            " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) except for the last"
+            " batch."
         )
     context = AcceleratorContext(accelerator, given, distributed, **options)
     driver = driver_of(context.join)

@@ -125,8 +125,7 @@ class PreparedReader(Reader[Any]):
         if getattr(loader, "skip_batches", 0):
             raise UnsupportedError(
                 "rebalance=True cannot be combined with a loader that skips the first batches of an iterable dataset:"
-                " it would skip batches that other ranks send. Start the dataset at the position where training"
-                " resumes."
+                " it would skip batches that other ranks send. Start the dataset where training resumes."
             )
         # Batches are taken before Accelerate places them on a device, and returned when it reads the next one.
         self._iterator = self._own
@@ -417,8 +416,7 @@ def refuse_distributed_sampler(batches: Any, processes: int) -> None:
         raise JoinError(
             f"The sampler of a prepared loader is {type(sampler).__name__}, which already gives this process 1 of"
             f" every {sampler.num_replicas} samples. Accelerate would split these again among {processes} processes,"
-            " so most samples would never be used. Remove this sampler, or iterate over join_batches(loader) without"
-            " preparing it."
+            " so most samples would never be used. Remove this sampler, or use join_batches(loader) without prepare."
         )
 
 

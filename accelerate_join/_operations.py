@@ -117,9 +117,8 @@ class Operations(ActiveOperations, Participant):
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
         if self.driver.in_loop and self.driver.is_amid_window() is not False:
             JoinDataWarning.warn(
-                f"save_state was called at step {self.driver.step_number}, within an accumulation window."
-                " Accelerate's checkpoints hold no gradients, so a resumed run loses the window's batches. Save after"
-                " the optimizer's step."
+                f"save_state was called at step {self.driver.step_number}, within an accumulation window. Accelerate's"
+                " checkpoints hold no gradients, so a resumed run loses this window. Save after the optimizer's step."
             )
         when = _positions.epochs(self._accelerator), self.driver.step_number if self.driver.in_loop else -1
         is_last = self.driver.in_loop and loader is not None and self.driver.find_last_step()
@@ -162,8 +161,8 @@ class Operations(ActiveOperations, Participant):
         if holds_parts(model) and self.driver.find_main_joined():
             raise UnsupportedError(
                 "get_state_dict of a sharded model returns the state only on the main process (rank 0), which has"
-                " finished. Call save_model or save_state, in which rank 0 takes part, or call get_state_dict after"
-                " the loop."
+                " finished. Call save_model or save_state, in which rank 0 takes part, or get_state_dict after the"
+                " loop."
             )
         return self._call_with(model, "get_state_dict", args, kwargs)
 

@@ -113,8 +113,7 @@ class ActiveCollectives:
         raise UnsupportedError(
             f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {said}. If only the"
             " number of rows differs, call `self.trainer.strategy.gather_rows(tensor)` or"
-            " `fabric.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor, each exactly"
-            " once."
+            " `fabric.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor."
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name

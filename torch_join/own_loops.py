@@ -197,8 +197,8 @@ def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
         if not may_have_ended:
             raise
         hint = (
-            f"{error} If that rank exited without an error, it did so inside a loop in which this rank had already"
-            f" finished. {DECIDE}"
+            f"{error} If that rank exited without an error, it did so in a loop in which this rank had finished."
+            f" {DECIDE}"
         )
         raise PeerFailedError(hint, error.rank, error.reason) from error
 

@@ -137,8 +137,8 @@ class JoinTrainerMixin:
         if self.own_shards and getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":
             raise UnsupportedError(
                 "train_sampling_strategy='batch_rebalance' cannot be combined with own_shards=True: it distributes a"
-                " single dataset, but each rank has its own dataset, so most samples would be skipped. Remove one of"
-                " the two options."
+                " single dataset, but each rank has its own dataset, so most samples would be skipped. Remove one"
+                " option."
             )
         return self._evened(True, super().get_train_dataloader)  # type: ignore[misc]
 
@@ -335,8 +335,7 @@ def _check_supported(trainer: Any) -> None:
     if trainer.args.auto_find_batch_size:
         raise UnsupportedError(
             f"{name} does not support auto_find_batch_size=True, which restarts training with smaller batches only on"
-            " the rank that lacks memory. Find the batch size in a single process, and set"
-            " per_device_train_batch_size."
+            " the rank that lacks memory. Find per_device_train_batch_size in a single process, and set it."
         )
 
 

@@ -369,8 +369,7 @@ class Joins:
         if self._within is not None and self._driver is not None:
             with telling_failures(self._driver.tail_log.channel):
                 raise JoinError(
-                    f"An operation that needs all ranks was called in {self._within} of batches. Move the call after"
-                    " that loop."
+                    f"An operation of all ranks was called in {self._within} of batches. Move the call after that loop."
                 )
         return None if (self.find_tail() or self.find_placeholders()) is None else self.active_ranks
 

@@ -64,8 +64,7 @@ class Subgroups:
             return False
         raise UnsupportedError(
             f"{call.operation} was called on a process group of ranks {ranks}, but Join covers only ranks"
-            f" {self._members}. Use a group that contains only ranks of the Join, and create it before the first rank"
-            " finishes."
+            f" {self._members}. Use a group of only these ranks, and create it before the first rank finishes."
         )
 
     def announce(self, call: Call, active: tuple[int, ...]) -> None:

@@ -129,8 +129,7 @@ class CollectiveTap:
         if of_all and _compat_c10d.origin(caller).owner == "checkpoint":
             raise UnsupportedError(
                 "torch.distributed.checkpoint.async_save needs all ranks, but some have finished and do not call it."
-                " Call it after the loop on all ranks, or call `torch.save` in the loop, only on"
-                " `join.active_ranks[0]`."
+                " Call it after the loop on all ranks, or `torch.save` in the loop, only on `join.active_ranks[0]`."
             )
 
     def _tell(
@@ -156,10 +155,10 @@ class CollectiveTap:
         if _compat_c10d.is_coalescing(group := dist.ProcessGroup.unbox(args["process_group"]), caller):
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
-                f"{operation} was called in backward under {self._backwards.weighting}, inside a coalescing manager."
-                " The manager launches the collective only when it exits, so its result cannot be divided by this"
-                " rank's weight in time. Call it without the manager, or use weighting='world' with a loss that"
-                " weights samples itself."
+                f"{operation} was called in backward under {self._backwards.weighting}, inside a coalescing manager,"
+                " which launches the collective at exit, when its result can no longer be divided by this rank's"
+                " weight. Call it without the manager, or use weighting='world' with a loss that weights samples"
+                " itself."
             )
         return self._backwards.factor
 

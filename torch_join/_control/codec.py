@@ -34,8 +34,7 @@ def foreign(what: str, why: object) -> JoinError:
     """Return the error for received data that no rank can have sent."""
     return JoinError(
         f"This rank read a malformed message ({what}): {why}. Either the ranks run different versions of torch_join,"
-        " or some of them were in another collective of the process group when the first `with` (or fit) connected"
-        " the ranks."
+        " or some were in another collective of the process group when the first `with` (or fit) connected them."
     )
 
 

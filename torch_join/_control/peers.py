@@ -10,8 +10,7 @@ from torch_join._control.processes import Process
 _SUSPECT_SECONDS = 0.9
 MOST_TEXT = 20_000  # characters of a reported failure
 GONE = (
-    "its process is gone: it was killed, or exited without an error message. Check its log, and the system log for an"
-    " OOM kill."
+    "its process is gone: it was killed, or exited without an error. Check its log, and the system log for an OOM kill."
 )
 BROKEN = "the link between ranks"
 LEFT = "it destroyed the process group or exited before the others."

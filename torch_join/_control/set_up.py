@@ -147,6 +147,6 @@ class SetUp:
             )
         return JoinTimeoutError(
             f"{waited} to start its `with` (or fit), where the ranks connect. A missing rank may be busy elsewhere,"
-            f" {gone}. Start it on all ranks, in the same order; if ranks arrive at very different times, increase"
+            f" {gone}. Start it on all ranks, in the same order; if they arrive at very different times, increase"
             " `timeout`."
         )

@@ -197,7 +197,7 @@ class StepBuffers:
             more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
             JoinDriftWarning.warn(
                 f"After an uneven epoch, the ranks differ in {', '.join(differ[:5])}{more}, which were identical"
-                " before. Finished ranks ran no forward, and neither DDP nor FSDP broadcasts these buffers. Pass"
+                " before. Finished ranks ran no forward, and nothing broadcasts these buffers. Pass"
                 " hand_over_buffers=True to the strategy to make them identical on all ranks, or False to keep each"
                 " rank's own."
             )

@@ -111,7 +111,7 @@ class StepMirror:
                 raise JoinError(
                     f"A gradient (of a parameter of shape {tuple(self._parameters[place].shape)}) was modified by"
                     " hand (clipping, scaling, noise) between backwards without a sync. The gradients still differ"
-                    " between ranks then, so finished ranks cannot repeat the change. Modify gradients only after a"
+                    " between ranks then, so finished ranks cannot repeat the change. Modify them only after a"
                     " backward that syncs."
                 )
             else:

@@ -104,8 +104,7 @@ class Capture:
         if isinstance(key, Tensor):
             if id(key) not in self.places:
                 raise JoinTypeError(
-                    f"{path} has a tensor as a key, but tensors cannot be matched between ranks. Use a string or a"
-                    " number."
+                    f"{path} has a tensor as a key, but tensors cannot be matched between ranks. Use a string."
                 )
             return self.places[id(key)]
         return key

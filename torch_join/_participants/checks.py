@@ -51,8 +51,8 @@ def check_supported(thing: Any, joinables: Sequence[Any]) -> None:
         if isinstance(module, DistributedDataParallel) and not any(module is one for one in joinables):
             raise UnsupportedError(
                 f"{name} holds a DistributedDataParallel model that was not passed to Join, so finished ranks would"
-                " miss its calls. Pass the DistributedDataParallel itself to Join, and keep calling it through"
-                f" {name}. An object that only keeps a copy, like an AveragedModel, must hold `ddp.module` instead."
+                f" miss its calls. Pass the DDP model itself to Join, and keep calling it through {name}. An object"
+                " that only keeps a copy, like an AveragedModel, must hold `ddp.module` instead."
             )
 
 

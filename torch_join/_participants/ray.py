@@ -59,8 +59,7 @@ class Report(Joinable):
             UnsupportedError: Always: torch's `Join` does not know whose metrics count.
         """
         raise UnsupportedError(
-            "Report works in torch_join.Join and the front ends built on it, not in torch's own Join. Pass it to"
-            " torch_join.Join."
+            "Report does not work in torch's own Join. Pass it to torch_join.Join or a front end built on it."
         )
 
     @property
@@ -119,10 +118,7 @@ class RayParticipant(Participant):
         if self.tail_log.meet():
             instead = "Call it after the loop."
             if name == "report":
-                instead = (
-                    "Pass a torch_join.ray.Report() to Join and call that object instead, or make the call after the"
-                    " loop."
-                )
+                instead = "Pass a torch_join.ray.Report() to Join and call that instead, or report after the loop."
             raise UnsupportedError(
                 f"{_compat.WAITS_FOR_ALL[name]} was called in a step for which"
                 f" {name_ranks(self.members.joined_names)} had no batch. The call waits for all workers, but a"

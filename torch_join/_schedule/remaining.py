@@ -55,8 +55,8 @@ def check_same(loader: Any, size: int, place: dict[str, Any], advice: str = "") 
     if differs := differs_from(loader, size, place):
         raise JoinValueError(
             f"The state was written in a loop over a different loader than this {type(loader).__name__} ({differs}),"
-            " so its position does not apply. First resume the loop in which the state was written, with the same"
-            f" data and seeds.{advice}"
+            " so its position does not apply. First resume the loop that wrote the state, with the same data and"
+            f" seeds.{advice}"
         )
 
 

@@ -108,9 +108,8 @@ class Agreement:
         words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
         return JoinError(
             "The active ranks ran different operations in the tail of a loop, so their collectives do not match:"
-            f" {_places(words)}. Run the same forwards, backwards and collectives in each step on all ranks. The same"
-            " applies to Accelerate's save_state, with sharded models, save_on_each_node or"
-            " automatic_checkpoint_naming."
+            f" {_places(words)}. Run the same forwards, backwards and collectives on all ranks, and Accelerate's"
+            " save_state too (with sharded models, save_on_each_node or automatic_checkpoint_naming)."
         )
 
 

@@ -219,8 +219,7 @@ class LoopDriver(Attendance):
         if self.placeholders is not None:
             return self.placeholders.weigh(value)
         raise JoinError(
-            "join.weigh() was called in a loop without placeholder=, where Join weights the gradients itself. Remove"
-            " the call."
+            "join.weigh() was called in a loop without placeholder=, where Join weights the gradients. Remove it."
         )
 
     def check_rows(self, rows: Any) -> None:

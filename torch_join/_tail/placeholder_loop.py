@@ -135,8 +135,8 @@ class PlaceholderReader(Reader[Any]):
             if left := [rank for rank in everyone if result.notices.get(rank) == {}]:
                 raise JoinValueError(
                     f"{name_ranks(self._members.named(left)).capitalize()} left the loop with `break` while others"
-                    " continued, but with placeholder= each step needs all ranks. Leave the loop at the same step on"
-                    " all ranks."
+                    " continued, but with placeholder= each step needs all ranks. Leave it at the same step on all"
+                    " ranks."
                 )
             active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
             is_last = all("last" in result.notices.get(rank, ()) for rank in active)

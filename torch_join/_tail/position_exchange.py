@@ -57,8 +57,7 @@ class PositionExchange(Participant):
         text = (
             f"{name} was called at step {self.driver.step_number} of a loop, within an accumulation window: rank"
             f" {self.members.name} holds gradients that its optimizer has not used yet. Because states hold no"
-            " gradients, a resumed run would lose these batches. Save after the optimizer's step, or call zero_grad()"
-            " first."
+            " gradients, a resumed run would lose these batches. Save after the optimizer's step or zero_grad()."
         )
         if amid:
             raise JoinError(text)

@@ -319,8 +319,7 @@ class LoaderWatch:
                 raise JoinError(
                     f"The loader of rank {self._members.global_ranks[rank]} called a torch.distributed collective to"
                     f" produce batch {step}, and waits for rank {self._members.name}, which has finished and will not"
-                    " call it. Move the collective before the loop, or into the loop's body, where finished ranks"
-                    " follow it."
+                    " call it. Move it before the loop, or into the loop's body, where finished ranks follow it."
                 )
         self._pause = 1.0 if self._found else min(2 * self._pause, _MOST_PAUSE)
         self._asks_at = time.monotonic() + self._pause

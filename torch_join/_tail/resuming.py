@@ -73,7 +73,7 @@ class Resuming:
         if "places" not in state:
             raise JoinValueError(
                 "A loop cannot resume from this object, which does not contain each rank's position. Pass the return"
-                " value of join.state_dict(), or the state that fabric.save wrote for a dataloader under one of these"
+                " value of join.state_dict(), or what fabric.save wrote for a dataloader under one of these"
                 " strategies."
             )
         places = state["places"]
@@ -214,5 +214,5 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
         said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
             "The ranks would resume a loop at different steps, because they passed different states to"
-            f" join.load_state_dict() ({said}). Load the same state on all ranks, before the same loop."
+            f" join.load_state_dict() ({said}). Load the same state on all ranks."
         )

@@ -56,7 +56,7 @@ def refuse(rank: int, kind: str) -> str:
         ("engine", "Engine is sharded by ZeRO stage 2, .* pass the engine to Join"),
         ("its optimizer alone", "DeepSpeedZeroOptimizer is sharded by deepspeed"),
         ("its inner model", "Linear is sharded by ZeRO stage 3"),
-        ("held DDP", "ModuleList holds a DistributedDataParallel .*Pass the DistributedDataParallel itself"),
+        ("held DDP", "ModuleList holds a DistributedDataParallel .*Pass the DDP model itself"),
         ("compiled DDP", "OptimizedModule holds a DistributedDataParallel"),
     ],
 )

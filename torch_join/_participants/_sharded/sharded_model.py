@@ -100,8 +100,8 @@ class ShardedModelParticipant(Participant, LoopModel):
                 raise JoinError(
                     f"An accumulated, not yet synced gradient of {unit.name or 'the root module'} was cleared or"
                     f" modified by hand after ranks {list(self.members.joined_names)} finished, which hold a share of"
-                    " it and cannot repeat that change. Clear gradients after a backward that syncs, or let each"
-                    " backward sync."
+                    " it and cannot repeat that change. Clear gradients after a backward that syncs, or sync in each"
+                    " backward."
                 )
 
     @property
