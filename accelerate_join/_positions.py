@@ -99,7 +99,7 @@ def going_through(
         JoinDataWarning.warn(
             f"skip_first_batches({before}) skips batches again: load_state has already moved the loader to the"
             " remaining batches, because a different number of processes wrote the checkpoint. Remove"
-            " skip_first_batches, or count from the first remaining batch."
+            " skip_first_batches, or count from there."
         )
     if deals:
         loader, before = rest_of(accelerator, known, order, place), place["taken"]

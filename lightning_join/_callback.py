@@ -48,8 +48,7 @@ class JoinCallback(Callback):
     Raises:
         JoinValueError: The weighting is unknown, or contradicts `divide_by_initial_world_size`. At the start of a run:
             the trainer has two `JoinCallback`s, or the dataloaders are already set up.
-        JoinTypeError: At the start of a run: the strategy is not supported, or the trainer is from the other Lightning
-            package.
+        JoinTypeError: At the start of a run: the strategy is unsupported, or the trainer is of the other package.
         UnsupportedError: At the start of a run: the strategy's arguments request a feature that does not support uneven
             inputs.
 

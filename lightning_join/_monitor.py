@@ -65,9 +65,7 @@ class JoinMonitor(Callback):
         reshard_above: float = 0.1,
     ) -> None:
         if not 0 <= reshard_above <= 1:
-            raise JoinValueError(
-                f"reshard_above must be a fraction of the steps, between 0 and 1, not {reshard_above!r}."
-            )
+            raise JoinValueError(f"reshard_above must be a fraction between 0 and 1, not {reshard_above!r}.")
         self._monitor = CoreMonitor(report, plot=plot)
         self._reshard_above = reshard_above
         self._warned = False

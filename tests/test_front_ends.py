@@ -77,7 +77,7 @@ IN_LOCKSTEP = ("lightning", "transformers")
 ALL = (*OF_OWN_LOOPS, *IN_LOCKSTEP)
 # The fault, the front ends that find it, and a part of the error, which all ranks raise.
 REFUSED = [
-    ("MonitorOnOne", OF_OWN_LOOPS, "Pass the same joinables in the same order on all ranks"),
+    ("MonitorOnOne", OF_OWN_LOOPS, "The ranks passed different joinables to Join"),
     ("MonitorOnOne", IN_LOCKSTEP, "A JoinMonitor is among the callbacks of rank 1, but not of rank 0."),
     ("Window", ("plain", "fabric"), "holds gradients that its optimizer has not used yet"),
     ("Window", ("sharded",), "finished while holding an accumulated, not yet synced gradient"),

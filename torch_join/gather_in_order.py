@@ -156,9 +156,7 @@ def _prepare(
 ) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
     """Return the message, the data by path (bytes of shape rows x row size, or of a pickled list), and all indices."""
     if indices is not None and len(indices) != len(batches):
-        raise JoinValueError(
-            f"Got indices for {len(indices)} batches, but {what} for {len(batches)}. Pass one entry per batch in both."
-        )
+        raise JoinValueError(f"Got indices for {len(indices)} batches, but {what} for {len(batches)}.")
     known = None if indices is None else [_as_indices(each) for each in indices]
     parts: list[Rows] = []
     for number, batch in enumerate(batches):
@@ -203,7 +201,7 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
             raise JoinValueError(f"The {what} of rank {number} cannot be gathered. {each.error}")
     if any(each.way != everyone[0].way for each in everyone):
         raise JoinValueError(
-            f"The ranks requested the {what} in different ways. Pass the same `rank=` and the same order on all ranks."
+            f"The ranks requested the {what} in different ways. Pass the same `rank=` and order on all."
         )
     having = [number for number, each in enumerate(everyone) if each.tree is not None]
     if not having:

@@ -176,8 +176,7 @@ class Join(TorchJoin):
         """Resume the next loop over `batches` where `state_dict` was called; all ranks call this.
 
         If loops have names, the next loop with the saved name resumes; loops with other names before it are empty,
-        because the saved epoch had finished them. Later loops start at their first batch, in the data order of an
-        uninterrupted run.
+        because the saved epoch had finished them. Later loops have the data order of an uninterrupted run.
 
         A loader with a `load_state_dict` restores its own state. Any other loader must yield the same batches again.
         Batches that were trained on are skipped, without reading them if they come from a sampler. To repeat the order,
@@ -248,8 +247,7 @@ class Join(TorchJoin):
         the number of ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
 
         Args:
-            value: A tensor of any shape that does not require grad: a detached loss, or `grad_outputs` of
-                `autograd.grad`.
+            value: A tensor of any shape without grad: a detached loss, or `grad_outputs` of `autograd.grad`.
 
         Raises:
             JoinError: The value requires grad, or the loop has no placeholder.

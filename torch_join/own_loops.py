@@ -196,10 +196,7 @@ def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
     except PeerFailedError as error:
         if not may_have_ended:
             raise
-        hint = (
-            f"{error} If that rank exited without an error, it did so in a loop in which this rank had finished."
-            f" {DECIDE}"
-        )
+        hint = f"{error} If it ended without an error, it did so in a loop in which this rank had finished. {DECIDE}"
         raise PeerFailedError(hint, error.rank, error.reason) from error
 
 

@@ -246,9 +246,7 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             out.write(_END.pack(end))
         os.replace(new, path)
     except FileNotFoundError as error:
-        raise JoinValueError(
-            f"{error.filename} does not exist on this rank. Use a file system that all ranks share."
-        ) from error
+        raise JoinValueError(f"{error.filename} does not exist. Use a file system that all ranks share.") from error
     finally:
         for file in files:
             file.close()

@@ -197,9 +197,8 @@ class Run:
             told = {name: _plain(value) for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
                 JoinWarning.warn(
-                    f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch:"
-                    " rank 0, which writes the log, may have finished, and only numbers, strings, lists and tensors"
-                    " can be sent to it."
+                    f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch: rank"
+                    " 0, which writes the log, may have finished, and gets only numbers, strings, lists and tensors."
                 )
             self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)

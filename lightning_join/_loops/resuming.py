@@ -106,8 +106,8 @@ def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: f
     if not is_over and record["step"]:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {world} ranks, but this job has one process,"
-            " which runs Lightning's own loops. Resume with the same number of ranks, or from a checkpoint written at"
-            " the end of an epoch."
+            " which runs Lightning's own loops. Resume with as many ranks, or from a checkpoint written at the end of"
+            " an epoch."
         )
     if not all(place and place.get("dealt") for place in places):
         rank_zero_only(JoinDataWarning.warn)(

@@ -93,9 +93,7 @@ def _results(trainer: Any) -> list[Any]:
 
 def _skip_checkpoints_on_exception(trainer: Any) -> None:
     # They save on the one rank that raised, and saving takes collectives that the other ranks never issue.
-    reason = (
-        "saving needs every rank, but only the rank that raised would save. This save is skipped; save every few steps."
-    )
+    reason = "saving needs every rank, and only this one would save. This save is skipped; save every few steps."
     for callback in list(trainer.callbacks):
         if isinstance(callback, OnExceptionCheckpoint):
             trainer.callbacks.remove(callback)

@@ -105,8 +105,7 @@ def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
     numbers = [len(said) for said in everyone]
     if len({*numbers}) > 1:
         raise UnsupportedError(
-            f"The numbers of dataloaders with predictions differ between ranks: {numbers} (by rank). Use the same"
-            " number on all ranks."
+            f"The ranks have different numbers of dataloaders with predictions (by rank): {numbers}."
         )
     return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
 

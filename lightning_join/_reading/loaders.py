@@ -139,6 +139,5 @@ def warn_of_missing(rank: int, claimed: int, end: int) -> None:
     """Warn that a rank has fewer batches than its dataloader had reported."""
     rank_zero_only(JoinDataWarning.warn)(
         f"The train dataloader of rank {rank} reported {claimed} batches but yielded only {end}, and then the rank"
-        " finished; training continues with the other ranks' batches. Return the true length from `__len__`, or"
-        " remove it."
+        " finished; training continues with the other ranks' batches. Fix or remove its `__len__`."
     )

@@ -160,8 +160,8 @@ class Steps:
         return (
             f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that"
             " differs between ranks, usually len(loader) or a step counter. Use the largest len(loader) of all ranks,"
-            " and pass the counter to Join (as an object with state_dict and load_state_dict) or compute it as epoch"
-            " * longest + step."
+            " and pass the counter to Join (an object with state_dict and load_state_dict) or compute it: epoch *"
+            " longest + step."
         )
 
 

@@ -72,9 +72,7 @@ def split(structure: Any, path: str = "rows", count: int | None = None) -> Rows:
     values: dict[str, Any] = {}
     tree = _walk(structure, path, values)
     if not values:
-        raise JoinTypeError(
-            f"{path} contains no tensors or lists, so it has no rows. Return tensors or lists with one row per sample."
-        )
+        raise JoinTypeError(f"{path} contains no tensors or lists, so it has no rows.")
     of = "its batch" if count is not None else next(iter(values))
     count = len(next(iter(values.values()))) if count is None else count
     for name, value in values.items():

@@ -74,8 +74,7 @@ _ZERO = Refusal(
 )
 _MODEL_AVERAGING = Refusal(
     "the averaging of parameters by `torch.distributed.algorithms.model_averaging`",
-    "it divides the sum of all ranks' parameters by the world size, but a finished rank no longer trains its"
-    " parameters",
+    "it divides the sum of all ranks' parameters by the world size, but a finished rank no longer trains",
     "DistributedDataParallel, which averages gradients, or the same number of batches on every rank",
 )
 _CHECKPOINT = Refusal(

@@ -156,9 +156,8 @@ class CollectiveTap:
             _compat_c10d.leave_coalescing(group, tensors_in(args, "input", "output", "tensor"))
             raise UnsupportedError(
                 f"{operation} was called in backward under {self._backwards.weighting}, inside a coalescing manager,"
-                " which launches the collective at exit, when its result can no longer be divided by this rank's"
-                " weight. Call it without the manager, or use weighting='world' with a loss that weights samples"
-                " itself."
+                " which launches the collective at exit, too late to divide its result by this rank's weight. Call it"
+                " without the manager, or use weighting='world' with a loss that weights samples itself."
             )
         return self._backwards.factor
 

@@ -494,8 +494,7 @@ class Channel:
             if self._told is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
                 raise JoinError(
-                    f"Rank {me} cannot wait for the other ranks: it has already reported its failure to them:"
-                    f" {self._told}"
+                    f"Rank {me} cannot wait for the others: it has already reported its failure to them: {self._told}"
                 )
             check = check or self._check(self._known_failure)
             check()

@@ -143,10 +143,10 @@ class SetUp:
         if self._come_until < math.inf:
             problem = f" {self.problem}" if self.problem else ""
             return JoinTimeoutError(
-                f"{waited} while the ranks connected to each other. A missing rank may have been {gone}.{problem}"
+                f"{waited} while the ranks connected. A missing rank may have been {gone}.{problem}"
             )
         return JoinTimeoutError(
             f"{waited} to start its `with` (or fit), where the ranks connect. A missing rank may be busy elsewhere,"
-            f" {gone}. Start it on all ranks, in the same order; if they arrive at very different times, increase"
+            f" {gone}. Start it on all ranks, in the same order; if they arrive at different times, increase"
             " `timeout`."
         )

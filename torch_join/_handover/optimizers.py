@@ -81,14 +81,12 @@ def restore_optimizer(captured: Captured, optimizer: Any, restore: Restore, name
     found = with_wrapped(optimizer)
     if len(found) != len(captured.hints["sizes"]):
         raise JoinValueError(
-            f"{name} wraps {len(found) - 1} optimizers on this rank and {len(captured.hints['sizes']) - 1} on the"
-            " source rank."
+            f"{name} wraps {len(found) - 1} optimizers here and {len(captured.hints['sizes']) - 1} on the source rank."
         )
     for one, sizes in zip(found, captured.hints["sizes"], strict=True):
         if _sizes(one) != sizes:
             raise JoinValueError(
-                f"{name} has parameter groups of {_sizes(one)} parameters on this rank, but of {sizes} on the source"
-                " rank."
+                f"{name} has groups of {_sizes(one)} parameters here, but of {sizes} on the source rank."
             )
     actions: list[Callable[[], Any]] = []
     for one, state in zip(found, captured.state, strict=True):

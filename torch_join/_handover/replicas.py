@@ -119,9 +119,7 @@ def _restore_model(captured: Captured, model: nn.Module, restore: Restore, name:
     state = captured.state
     if state["parameters"].keys() != parameters.keys():
         names = sorted(state["parameters"].keys() ^ parameters.keys())
-        raise JoinValueError(
-            f"{name} has different parameters on this rank and on the source rank: only one of them has {names}."
-        )
+        raise JoinValueError(f"{name} has different parameters here and on the source rank: {names}.")
     for key, slot in state["parameters"].items():
         restore.parameter(slot, parameters[key], state["requires_grad"][key], f"{name}: {key}")
     restore.later(lambda: _set_training(model, state["training"]))
@@ -174,9 +172,7 @@ def _capture_scaler(scaler: GradScaler, capture: Capture, name: str) -> Captured
 
 def _restore_scaler(captured: Captured, scaler: GradScaler, restore: Restore, name: str) -> None:
     if scaler.is_enabled() != captured.hints["enabled"]:
-        raise JoinValueError(
-            f"{name} is enabled on only one of this rank and the source rank. Enable or disable it on both."
-        )
+        raise JoinValueError(f"{name} is enabled on only one of this rank and the source rank.")
     _restore_state(captured, scaler, restore, name)
     if captured.hints["device"] is not None and _compat_state.scale_device(scaler) is None:
         # It makes its tensors at first use; without them `update` would raise here and not on the source.

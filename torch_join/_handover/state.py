@@ -103,9 +103,7 @@ class Capture:
     def _key(self, key: Any, path: str) -> Any:
         if isinstance(key, Tensor):
             if id(key) not in self.places:
-                raise JoinTypeError(
-                    f"{path} has a tensor as a key, but tensors cannot be matched between ranks. Use a string."
-                )
+                raise JoinTypeError(f"{path} has a tensor as a key, which cannot be matched between ranks.")
             return self.places[id(key)]
         return key
 
@@ -173,7 +171,7 @@ class Restore:
         """
         if self.tensor(slot, own) is not own:
             raise JoinValueError(
-                f"{path} is {TensorSpec.of(own)} on this rank and {self.specs[slot.index]} on the source rank."
+                f"{path} is {TensorSpec.of(own)} here and {self.specs[slot.index]} on the source rank."
             )
         if own.requires_grad != is_trained:
             self.later(lambda: own.requires_grad_(is_trained))
@@ -221,9 +219,7 @@ class Restore:
 
     def _kept(self, own: Any, kind: str, path: str) -> Any:
         if own is MISSING:
-            raise JoinValueError(
-                f"{path} is a {kind} on the source rank, but does not exist on this rank. Create one on every rank."
-            )
+            raise JoinValueError(f"{path} is a {kind} on the source rank. Create one on every rank.")
         return own
 
 

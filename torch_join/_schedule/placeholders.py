@@ -297,7 +297,7 @@ def _first_gradient(root: Any, given: Tensor | None, factor: float) -> Tensor | 
         return given
     if not isinstance(root, Tensor):
         raise UnsupportedError(
-            "With placeholder=, a backward from a GradientEdge needs an explicit gradient. Pass one, or use the tensor."
+            "With placeholder=, a backward from a GradientEdge needs a gradient. Pass one, or use the tensor."
         )
     if root.numel() != 1:
         return None  # torch raises

@@ -319,8 +319,8 @@ def dealt_among(
         raise JoinValueError(
             f"The state was written in the middle of a loop by {len(places)} ranks, and there are {world} now. Here"
             " some rank has its own data; only a sampler that splits one order among all ranks, such as"
-            f" DistributedSampler, can redistribute the rest. Resume with {len(places)} ranks, or from a state"
-            " written after a loop."
+            f" DistributedSampler, can redistribute it. Resume with {len(places)} ranks, or from a state written"
+            " after a loop."
         )
     taken = [place["taken"] - place["start"] for place in places if place is not None]
     deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]

@@ -130,8 +130,7 @@ def max_sent_per_step_of(source: Source) -> int:
         _, contents = pack(batch)
     except JoinTypeError as error:
         JoinPerformanceWarning.warn(
-            f"{error}. So this rank trains on all of its batches itself. To rebalance, yield tensors in lists and"
-            " dicts."
+            f"{error}. So this rank trains on all of its batches itself. Yield tensors in lists and dictionaries."
         )
         return 0
     return max(1, _AT_ONCE // max(1, sum(map(len, contents))))

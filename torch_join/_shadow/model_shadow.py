@@ -51,9 +51,7 @@ class ModelShadow:
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinTypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
         if (feature := _compat.unsupported_ddp_feature(ddp)) is not None:
-            raise UnsupportedError(
-                f"DistributedDataParallel with {feature} cannot train on uneven inputs yet. Turn it off."
-            )
+            raise UnsupportedError(f"DistributedDataParallel with {feature} does not support uneven inputs.")
         self.ddp = ddp
         self.accumulated = False
         self._placeholder = _PlaceholderModule()  # one for all steps

@@ -218,9 +218,7 @@ class LoopDriver(Attendance):
         """See `Join.weigh`."""
         if self.placeholders is not None:
             return self.placeholders.weigh(value)
-        raise JoinError(
-            "join.weigh() was called in a loop without placeholder=, where Join weights the gradients. Remove it."
-        )
+        raise JoinError("join.weigh() needs a loop with placeholder=. In other loops, Join weights the gradients.")
 
     def check_rows(self, rows: Any) -> None:
         """Raise if rows for `gather` include rows of placeholders from the loops that have ended.

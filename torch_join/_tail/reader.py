@@ -49,7 +49,7 @@ class Reader(Source, Generic[T]):
 
     dealer = (
         "A DistributedSampler",
-        ("Remove that sampler (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"),
+        ("Remove it (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"),
     )
     dealt_samples: int | None = None
     lead = 1
@@ -226,7 +226,7 @@ def windows(loader: Iterable[T], size: int) -> Windows[T]:
     ```
 
     Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the batch sizes.
-    Scale each batch's mean loss by its share of this rank's window, as above; the gradient is then the mean over all
+    Scale each batch's mean loss by its share of this rank's window, as above; the gradient is then the mean of all
     windows.
 
     Args:

@@ -73,8 +73,7 @@ class Resuming:
         if "places" not in state:
             raise JoinValueError(
                 "A loop cannot resume from this object, which does not contain each rank's position. Pass the return"
-                " value of join.state_dict(), or what fabric.save wrote for a dataloader under one of these"
-                " strategies."
+                " value of join.state_dict(), or what fabric.save wrote for a dataloader."
             )
         places = state["places"]
         if state["version"] == 2:
@@ -205,8 +204,7 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
     if len({*loops}) > 1:
         said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
         raise JoinValueError(
-            f"The ranks started loops with different names ({said}). Start the same loops in the same order on all"
-            " ranks."
+            f"The ranks started loops with different names ({said}). Start the same loops in the same order."
         )
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)

@@ -57,7 +57,6 @@ class StaleReads:
             JoinDriftWarning.warn(
                 f"Rank {rank} read the state of {self._read} after its last batch from join.batches but before the"
                 " other ranks had finished, so a checkpoint of that state would be outdated. Read the state after a"
-                " `for` over join.batches, or after the `with`. (Ignore this warning if you want the state of that"
-                " step.)"
+                " `for` over join.batches, or after the `with`. (Ignore this if you want that step's state.)"
             )
         self.forget()

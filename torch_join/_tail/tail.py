@@ -258,8 +258,7 @@ class Tail:
             words = zip(self.tail_log.channel.global_ranks, everyone, strict=True)
             given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
             raise JoinValueError(
-                f"The ranks passed different joinables to Join: {given}. Pass the same joinables in the same order on"
-                " all ranks."
+                f"The ranks passed different joinables to Join: {given}. Pass the same ones in the same order."
             )
 
     def check_backward(self, group: list[int], is_ddps: bool) -> None:

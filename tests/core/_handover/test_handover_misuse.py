@@ -73,9 +73,9 @@ MISUSE = {
     "lazy": "JoinTypeError: Rank 1: model 1 (LazyLinear): weight cannot be handed over: it is not initialized",
     "fewer": "JoinValueError: The ranks passed different objects: Rank 0 gave [Linear]; Ranks 1, 2 gave [Linear, SGD].",
     "other kind": "JoinValueError: The ranks passed different objects: Rank 0 gave [Linear, Adam]; Ranks 1, 2 gave [Li",
-    "shape": "JoinValueError: Rank 0: model 0 (Linear): weight is float32[3, 2] on {} on this rank and float32[2, 2]",
-    "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters on this rank",
-    "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has parameter groups of [2, 1] parameters on this",
+    "shape": "JoinValueError: Rank 0: model 0 (Linear): weight is float32[3, 2] on {} here and float32[2, 2]",
+    "names": "JoinValueError: Rank 0: model 0 (Linear) has different parameters here and on the source",
+    "groups": "JoinValueError: Rank 0: optimizer 0 (SGD) has groups of [2, 1] parameters here",
     "scaler": "JoinValueError: Rank 0: GradScaler 0 (GradScaler) is enabled on only one of this rank",
     "no counterpart": "JoinValueError: Ranks 0, 2: other 0 (Holder).state_dict()['value'] is a Linear on the source",
 }

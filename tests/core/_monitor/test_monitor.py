@@ -182,7 +182,7 @@ def test_rebalanced(workers: Workers) -> None:
 
 def test_all_ranks_give_one_or_none(workers: Workers) -> None:
     for outcome in workers.outcomes(2, _train, (2, 2), {"monitored": (True, False)}):
-        assert "Pass the same joinables" in outcome.error
+        assert "Pass the same ones" in outcome.error
         assert "a monitor" in outcome.error
 
 

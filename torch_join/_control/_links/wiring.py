@@ -100,8 +100,8 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
             raise UnsupportedError(
                 f"The ranks cannot connect to each other: {'; '.join(problems[:3])}. Allow TCP connections between"
                 " any two hosts, on ports that the system chooses (net.ipv4.ip_local_port_range); gloo needs these"
-                f" connections too. If hosts have several networks, set {_INTERFACE} on each host to the name of an"
-                " interface (see `ip addr`)."
+                f" connections too. If hosts have several networks, set {_INTERFACE} to an interface on each host"
+                " (see `ip addr`)."
             )
         assert tree is not None
         return tree

@@ -84,8 +84,8 @@ class Contents:
         raise JoinError(
             f"The sharded parameters were modified outside the optimizer step (parameter {where} of this rank's"
             f" shards), for example by weight clipping or load_state_dict. Ranks {list(joined)} have finished but own"
-            " a part of these parameters, which they cannot modify. Modify parameters after the loop, or pass the"
-            " optimizer that does it to Join."
+            " a part of these parameters, which they cannot modify. Modify them after the loop, or pass the optimizer"
+            " that does it to Join."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:

@@ -172,8 +172,7 @@ class ShardedModelParticipant(Participant, LoopModel):
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was modified by hand: another tensor or None"
                     f" replaced FullyShardedDataParallel's gradient after ranks {list(self.members.joined_names)}"
-                    " finished, which cannot repeat that change. Leave all gradients in place, or clear them all with"
-                    " zero_grad()."
+                    " finished, which cannot repeat that change. Leave all in place, or clear all with zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:
