@@ -131,7 +131,7 @@ def test_one_process_and_strategies_that_do_not_join(workers: Workers, tmp_path:
         assert line.startswith("Epoch 0: 2 batches (2 on 1 rank) in ")
         assert line.endswith(" s, no rank joined.")
     assert "DDPStrategy does not support joining. Use Trainer(strategy='ddp_join')" in lines[2]
-    assert "DDPJoinStrategy with enable=False does not join" in lines[3]
+    assert "DDPJoinStrategy with enable=False does not support joining" in lines[3]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["auto.png", "ddp_join.png"]
 
 

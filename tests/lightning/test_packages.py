@@ -94,7 +94,7 @@ EXPECTED = {
     "their trainer, JoinMonitor": "JoinTypeError: lightning_join.JoinMonitor, which is for `lightning.pytorch`, was",
     "our trainer, their callback": "JoinTypeError: EarlyStopping is a EarlyStopping of `pytorch_lightning`, but",
     "our trainer, a user's callback": REMEDY,
-    "our trainer, their data": "JoinTypeError: OtherData is a LightningDataModule of `pytorch_lightning`, while",
+    "our trainer, their data": "JoinTypeError: OtherData is a LightningDataModule of `pytorch_lightning`, but",
     "our trainer, their module": "TypeError: `model` must be a `LightningModule`",
     "our trainer, their own module": "You passed a `pytorch_lightning` object (LightningModule) to a"
     " `lightning.pytorch` Trainer.",

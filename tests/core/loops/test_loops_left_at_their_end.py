@@ -168,7 +168,7 @@ def ask(rank: int, how: str) -> str:
 def test_batches_that_no_rank_or_only_some_ask_for(workers: Workers) -> None:
     assert workers.run(2, ask, "none") == ["", ""]
     for how, text in (
-        ("one rank", "Rank 0 created an iterator over join.batches but never took any of its batches"),
+        ("one rank", "Rank 0 created an iterator over join.batches, but never took any of its batches"),
         ("other order", "continued after its `with` had ended or another loop had started"),
     ):
         for outcome in workers.outcomes(2, ask, how):

@@ -409,7 +409,7 @@ def test_what_is_no_prediction_of_the_last_run_raises_on_all_ranks(workers: Work
         "Call it with return_predictions=True",
         "The predictions of rank 0 cannot be gathered. Batch 0: predictions['loss'] is a 0-dimensional tensor",
         "Batch 0: predictions has 1 rows, but its batch has 2",
-        "Batch 0: predictions['x'] has 2 rows, but its batch 1",
+        "Batch 0: predictions['x'] has 2 rows, but its batch has 1",
         "a list with one entry per batch",
     ]
     for text, said in zip(texts, first, strict=True):

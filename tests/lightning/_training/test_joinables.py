@@ -108,7 +108,7 @@ def fit_wrong(rank: int, kind: str) -> None:
             "other",
             "JoinTypeError: joinables must be custom torch.distributed.algorithms.Joinable objects, got Linear",
         ),
-        ("twice", "JoinValueError: The Counter was passed as a joinable twice"),
+        ("twice", "JoinValueError: A Counter was passed as a joinable twice"),
     ],
 )
 def test_wrong_joinables_are_refused_on_all_ranks(workers: Workers, kind: str, text: str) -> None:
