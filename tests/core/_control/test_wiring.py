@@ -193,7 +193,7 @@ def test_all_say_why_one_cannot_be_connected(workers: Workers) -> None:
         assert text.startswith("The ranks cannot connect to each other")
         assert "rank 1: it cannot reach its parent in the tree, at " in text
         assert "Allow TCP connections" in text
-        assert "set GLOO_SOCKET_IFNAME on each host" in text
+        assert "set GLOO_SOCKET_IFNAME to an interface on each host" in text
 
 
 # ---------------------------------------------------------------- children that outlive their parent

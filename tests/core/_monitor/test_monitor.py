@@ -253,7 +253,7 @@ def refused(rank: int) -> list[str]:
 def test_what_is_refused(workers: Workers) -> None:
     for found in workers.run(2, refused):
         for message, part in zip(
-            found, ("combined with enable=False", "not 'report.html'", "in a plain `for`"), strict=True
+            found, ("combined with enable=False", "not 'report.html'", "In a plain `for`"), strict=True
         ):
             assert part in message
 

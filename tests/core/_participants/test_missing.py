@@ -177,7 +177,7 @@ def compute(rank: int, kind: str, lengths: list[int], options: dict[str, Any]) -
         "a sum": torchmetrics.SumMetric,
         "a sum in each step": lambda: torchmetrics.SumMetric(dist_sync_on_step=True),
     }[kind]()
-    with warned("syncs while") as said:
+    with warned("synced after") as said:
         with Join([ddp, *([metric] if options.pop("given", False) else [])], **options) as join:
             for _ in join.batches(range(lengths[rank])):
                 ddp(torch.ones(1, 2)).sum().backward()

@@ -339,7 +339,7 @@ def test_what_is_refused(workers: Workers, how: str) -> None:
     ("options", "error", "message"),
     [
         ({"placeholder": "first"}, JoinValueError, "Use 'last' or 'rows', or a function that takes a batch"),
-        ({"placeholder": 3}, JoinTypeError, "placeholder is 'last' or 'rows'"),
+        ({"placeholder": 3}, JoinTypeError, "placeholder must be 'last' or 'rows'"),
         ({"placeholder": "last", "rebalance": True}, JoinValueError, "placeholder= cannot be combined"),
     ],
 )

@@ -166,7 +166,7 @@ def test_loaders_without_a_state(workers: Workers, tmp_path: Path, world: tuple[
             if len(world) > 1:
                 assert seen == [it for it in everything if it[:2] >= (0, step)]
                 assert "not resumable" not in warned
-                assert "start again" not in warned
+                assert "dataloaders restart" not in warned
                 continue
             # They begin anew, in one process: it has as many batches as it had left, or all of them without a length.
             left = length if iterable else max(length - step, 0)
