@@ -333,8 +333,7 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
     if why:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has a"
-            f" different number. {why}. Resume with {len(places)} processes, or from a checkpoint written at the end"
-            " of an epoch."
+            f" different number. {why}. Resume with {len(places)} processes, or from the end of an epoch."
         )
     first = next((place for place in amid if not place["has_no_rest"]), amid[0])
     deal = {"world": len(places), "taken": [place["taken"] for place in known], "batch": first["dealt"]}

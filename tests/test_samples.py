@@ -417,7 +417,7 @@ CASES = [
     ),
     in_lightning(LIMIT, own(), first_of_own(0, 4, 2), limit_train_batches=0.5, **ALONE),
     in_lightning(LIMIT, whole(), lambda epoch: shuffled(epoch, 2), limit_train_batches=0.5),
-    in_lightning(LIMIT, own(), "The dataloaders of rank 2 cannot be run", limit_train_batches=0.3, **ALONE),
+    in_lightning(LIMIT, own(), "The dataloaders of rank 2 cannot be used", limit_train_batches=0.3, **ALONE),
     in_lightning(OVERFIT, own(), first_of_own(0, 4, 4), overfit_batches=2, **ALONE),
     in_lightning(OVERFIT, whole(), lambda _: shares([*range(SIZE)], 4), overfit_batches=2),
     in_lightning(RELOAD, in_turn, shards_in_turn, reload_dataloaders_every_n_epochs=1, **ALONE),
