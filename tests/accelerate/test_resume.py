@@ -176,7 +176,7 @@ def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path
 
 REFUSED = (
     r"written in the middle of an epoch by 2 processes, and this job has a different number. The remaining samples are"
-    r" known if Accelerate deals .* split_batches, dispatch_batches or use_stateful_dataloader"
+    r" known only if Accelerate .* split_batches, dispatch_batches or use_stateful_dataloader"
 )
 
 
