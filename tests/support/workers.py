@@ -212,8 +212,6 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
     if os.environ.get("TORCH_JOIN_TEST_HOSTS"):  # an old NCCL takes ranks that share a GPU for ranks of several hosts
         os.environ["NCCL_HOSTID"] = f"host{rank}"
     torch.set_num_threads(1)
-    # As in a user's process on Linux; a server of its own would import torch again for the workers of loaders.
-    multiprocessing.set_start_method("fork", force=True)
     backend, place = emulator.use(device, rank), emulator.place()
     # What was imported stays. Whoever collects garbage, as Trainer does after each training, or looks for something
     # among all objects, as Accelerate's context does, would go through a million of its objects each time.
