@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+ALL_TESTS = pytest.StashKey[list[str]]()  # that were collected, the long ones among them
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of the tests; a test stays in its part")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` leave something out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[ALL_TESTS] = [item.nodeid for item in items]
     mark_others_long(items)
     if part := config.getoption("--slice"):
         config.hook.pytest_deselected(items=[item for item in items if not is_in(part, item.nodeid)])

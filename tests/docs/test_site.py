@@ -100,7 +100,7 @@ def test_each_page_opens(site: Path, width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_are_accessible(site: Path, width: int) -> None:
     with browser(width) as page:
-        for name in ("index.html", "how-do-i/torch.html", "plain-loops.html"):
+        for name in ("index.html", "how-do-i/torch.html"):
             open_file(page, site / name)
             assert barriers(page) == [], name
 

@@ -59,19 +59,18 @@ def test_an_environment_that_is_wrong(tmp_path: Path) -> None:
     assert checks_of(done.stdout)["setup"]["verdict"] == "failed"
 
 
-def test_a_job_that_is_not_asked(tmp_path: Path) -> None:
-    done = examine(tmp_path, site=WITHOUT.format(frameworks=FRAMEWORKS), SLURM_NTASKS="4")
-    check = checks_of(done.stdout)["job"]
-    assert check["verdict"] == "warning"
-    assert "SLURM_NTASKS=4" in check["text"]
-
-
 @pytest.mark.parametrize("number", others_long([signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
-def test_it_leaves_no_process(number: signal.Signals) -> None:
+def test_it_names_a_job_that_is_not_asked_and_leaves_no_process(number: signal.Signals) -> None:
     """The ranks write to the same pipe, which ends with the last of them."""
-    command = [sys.executable, "-m", "torch_join", "doctor"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command, environ = [sys.executable, "-m", "torch_join", "doctor"], {**os.environ, "SLURM_NTASKS": "4"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
+    job = process.stdout.readline()
+    assert job.startswith("warning")
+    assert "SLURM_NTASKS=4" in job
+    assert process.stdout.readline().startswith(" ")  # what to do
     assert "all 3 ranks reach it" in process.stdout.readline()
     process.send_signal(number)
     said, _ = process.communicate(timeout=DEADLINE)

@@ -37,12 +37,8 @@ COMMANDS = {
 }
 
 
-# One that starts its processes and one whose framework does; what each of these imports takes longer than what it
-# trains. torchrun's are started by `tests/doctor` and `tests/pipelines` too.
-SOME = [command for command in COMMANDS if re.search("quickstart|torch_loop|lightning_digits", command)]
-
-
-@pytest.mark.parametrize("command", others_long(COMMANDS, *SOME))
+# What each of them imports takes longer than what it trains: one is run as a command by default, and some below.
+@pytest.mark.parametrize("command", others_long(COMMANDS, *(each for each in COMMANDS if "quickstart" in each)))
 def test_command_runs(command: str) -> None:
     if "sharded" in command and not has("fully_shard on the CPU") and not torch.cuda.is_available():
         pytest.skip("needs fully_shard on the CPU")
