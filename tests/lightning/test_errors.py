@@ -144,7 +144,7 @@ SETUPS: dict[str, tuple[Any, Fit, dict[str, Any], tuple[str, ...]]] = {
         Module,
         Fit((20, 3)),
         {"limit_train_batches": 0.1},
-        ("DataloaderError", "The dataloaders of rank 1 cannot be run", "0.1 * 3 < 1"),
+        ("DataloaderError", "The dataloaders of rank 1 cannot be used", "0.1 * 3 < 1"),
     ),
     "limit-stream": (
         Module,
@@ -196,7 +196,7 @@ def test_what_cannot_work_raises_on_every_rank(workers: Workers, name: str) -> N
 
 def test_a_loop_of_the_users_own_is_refused(workers: Workers) -> None:
     outcomes = workers.outcomes(2, fit_own_loop, Fit((2, 3)))
-    assert_all_raise(outcomes, "UnsupportedError", "its own OwnLoop")
+    assert_all_raise(outcomes, "UnsupportedError", "a custom OwnLoop")
 
 
 @pytest.mark.parametrize("kind", [Lbfgs, Iterates], ids=["lbfgs", "iterator"])

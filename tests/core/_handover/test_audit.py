@@ -156,7 +156,7 @@ DRIFTS = {
     "an attribute of a module": r"the ranks differ in model 0 .*: .calls \(2 on rank 0, 4 on rank 1\)",
     "an object": r"the ranks differ in other 0 \(Holder\): .temperature \(0.25 on rank 0, 0.0625 on rank 1\)",
     "a wrapped optimizer": r"the ranks differ in optimizer 0 \(Wrapper\): optimizer 1 in it \(SGD\): .state\[0\]",
-    "flags": r"handover the ranks still differ in model 0 .*: training\['module.norm'\] \(True on rank 0, False",
+    "flags": r"handover, the ranks still differ in model 0 .*: training\['module.norm'\] \(True on rank 0, False",
 }
 
 

@@ -65,7 +65,7 @@ def test_a_loop_that_was_left_is_finished_first(workers: Workers, lengths: Any, 
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (3, 7, 5), (5, 7, 5), (7, 5, 3)])
 def test_a_loop_that_nobody_knows_to_be_over_raises_at_once(workers: Workers, lengths: Any, what: str) -> None:
     outcomes = workers.outcomes(len(lengths), train, lengths, "next", what, False, what == "reduce", timeout=2.0)
-    assert all("after its last batch" in outcome.error and "without it" in outcome.error for outcome in outcomes)
+    assert all("after its last batch" in outcome.error and "without that call" in outcome.error for outcome in outcomes)
     assert max(outcome.seconds for outcome in outcomes) < 8.0
 
 

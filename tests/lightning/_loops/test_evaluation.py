@@ -170,7 +170,7 @@ def test_a_dataloader_that_is_shorter_than_it_said(workers: Workers) -> None:
 
 def test_an_empty_dataloader_cannot_be_cycled(workers: Workers) -> None:
     for outcome in workers.outcomes(2, validate_badly, "cycle"):
-        assert "DataloaderError: The dataloaders of rank 1 cannot be run" in outcome.error, outcome.trace
+        assert "DataloaderError: The dataloaders of rank 1 cannot be used" in outcome.error, outcome.trace
         assert "Use mode='max_size'" in outcome.error
 
 

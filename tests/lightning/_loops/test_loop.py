@@ -137,7 +137,7 @@ def test_ranks_that_skip_the_rest_of_the_epoch_join(
     assert (results[0].lr, results[0].epoch) == (reference(left).lr, 3)
     assert results[0].global_step == reference(left).steps
     if skips == (None, 2):
-        assert "returned -1 at batch 2 on ranks [1] only" in results[0].warned
+        assert "returned -1 at batch 2 only on ranks [1]" in results[0].warned
 
 
 def test_a_skip_that_makes_the_step_the_last_ends_the_window(workers: Workers) -> None:
@@ -206,7 +206,7 @@ def test_should_stop_set_on_some_ranks_stops_all(
     assert [result.global_step for result in results] == [stops_at] * 2
     if stops_at:
         assert_reference(results[0], case, stops_at)
-    warned = "`trainer.should_stop` was set on 1 of 2 ranks only (rank 1)" in results[0].warned
+    warned = "`trainer.should_stop` was set on only 1 of 2 ranks (rank 1)" in results[0].warned
     assert warned == (ranks == (1,))
 
 
