@@ -73,7 +73,8 @@ KINDS = (
 )
 SOME, ACTIVE, SAMPLES = (("may_break", True),), (("weighting", "active"),), (("weighting", "samples"),)
 CASES = [
-    *map(Case, KINDS),
+    *(Case(kind) for kind in KINDS if kind != "workers that stay"),
+    pytest.param(Case("workers that stay"), marks=pytest.mark.long),
     Case("list", breaks=True),
     Case("shuffled", (3, 0, 5), SOME, breaks=True),
     Case("unpadded", (3, 0, 5), SOME, contexts=True),

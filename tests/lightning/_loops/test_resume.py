@@ -115,9 +115,9 @@ def saved_in_hooks(rank: int, run: Reading, folder: str) -> Any:
     "run",
     [
         Reading(Fit((0, 4), epochs=2, scheduler="step")),
-        Reading(Fit((5, 0, 2), epochs=2, optimizer="sgd", iterable=True), mode="max_size"),
-        Reading(Fit((1, 8), epochs=2, accumulate=2, rebalance=True, scheduler="step")),
-        Reading(Fit((6, 0, 2), epochs=1, rebalance=True, iterable=True, weighting="samples", ragged=True)),
+        Reading(Fit((3, 0, 1), epochs=2, optimizer="sgd", iterable=True), mode="max_size"),
+        Reading(Fit((1, 6), epochs=2, accumulate=2, rebalance=True, scheduler="step")),
+        Reading(Fit((4, 0, 2), epochs=1, rebalance=True, iterable=True, weighting="samples", ragged=True)),
     ],
     ids=lambda run: str(run.case),
 )
