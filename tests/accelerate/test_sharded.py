@@ -155,7 +155,9 @@ def enter(rank: int, script: Sharded, kind: str) -> None:
 )
 def test_what_is_not_supported_says_why(workers: Workers, kind: str, mesh: dict[str, int], text: str) -> None:
     for outcome in workers.outcomes(2, enter, possible(Sharded(samples=2, mesh=mesh)), kind):
-        assert re.search(f"UnsupportedError: join_uneven_inputs does not support .*{text}", outcome.error), outcome.error
+        assert re.search(f"UnsupportedError: join_uneven_inputs does not support .*{text}", outcome.error), (
+            outcome.error
+        )
 
 
 def mixed(rank: int, script: Sharded, joins: bool) -> list[Any]:

@@ -59,7 +59,7 @@ class Program:
 
     @property
     def code(self) -> str:
-        """Its whole text, with a line of the page at the same line as far as that goes."""
+        """The program: its snippets, one after the other."""
         return "\n\n".join(each.code for each in self.snippets)
 
 

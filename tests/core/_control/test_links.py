@@ -572,7 +572,7 @@ def hold_the_interpreter(rank: int, who: int, seconds: float) -> int:
 VERY_LONG = [pytest.param(who, 10.0, marks=pytest.mark.long) for who in (0, 1, 11)]
 
 
-@pytest.mark.parametrize(("who", "seconds"), [(1, 3.5), *VERY_LONG])
+@pytest.mark.parametrize(("who", "seconds"), [(1, 4.5), *VERY_LONG])
 def test_a_rank_in_a_long_call_fails_nobody(crowd: Workers, who: int, seconds: float) -> None:
     assert crowd.run(12, hold_the_interpreter, who, seconds) == [24] * 12
 

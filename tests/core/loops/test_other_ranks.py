@@ -60,9 +60,7 @@ def refuse(rank: int, folder: str, what: str) -> None:
     elif what == "batches of its own":
         loader = DataLoader(samples, batch_sampler=[[0, 1], [2], [3]])
     else:
-        loader = DataLoader(
-            samples, 2, sampler={"overlapping": Overlapping}.get(what, UnpaddedDistributedSampler)(samples)
-        )
+        loader = DataLoader(samples, 2, sampler=UnpaddedDistributedSampler(samples))
     if what == "made for another number":
         loader.sampler.num_replicas = 1
     if what == "other samples" and world > 1:
@@ -85,6 +83,13 @@ class Overlapping(UnpaddedDistributedSampler):
         return iter(range(self.total_size))
 
 
+class Thinning(UnpaddedDistributedSampler):
+    """Leaves samples out where there are three ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 6 if self.num_replicas == 3 else 9, self.num_replicas))
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -100,10 +105,11 @@ def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, mess
         assert re.search(message, outcome.error), outcome.error
 
 
-def test_a_sampler_that_cannot_be_asked_is_refused() -> None:
-    loader = DataLoader(Samples(9), 2, sampler=Overlapping(Samples(9), 2, 0))
-    with pytest.raises(UnsupportedError, match="does not yield each sample on exactly one of 3"):
-        dealt_anew(loader, [{"world": 3, "taken": [1, 1, 1], "batch": 2}], drawing(loader), 2, is_new=True)
+@pytest.mark.parametrize(("kind", "world"), [(Overlapping, 2), (Thinning, 3)])
+def test_a_sampler_whose_ranks_do_not_share_out_the_samples_is_refused(kind: Any, world: int) -> None:
+    loader = DataLoader(Samples(9), 2, sampler=kind(Samples(9), 2, 0))
+    with pytest.raises(UnsupportedError, match=f"does not yield each sample on exactly one of {world}"):
+        dealt_anew(loader, [{"world": world, "taken": [1] * world, "batch": 2}], drawing(loader), 2, is_new=True)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
