@@ -339,8 +339,8 @@ def test_a_value_that_one_rank_alone_syncs_is_named(workers: Workers) -> None:
     for outcome in workers.outcomes(3, fit, Fit((1, 4, 4)), LogsAlone, timeout=3.0):
         # The module has hooks in its optimization, whose window is announced too.
         assert (
-            "rank 2 had announced 6 operations, the last of them log `self.log('alone', on_step=True, sync_dist=True)`"
-            in outcome.error
+            "rank 2 had announced 6 operations, the last of them"
+            " log `self.log('alone', on_step=True, sync_dist=True)`" in outcome.error in outcome.error
         )
 
 
