@@ -56,7 +56,7 @@ class Join(TorchJoin):
             on all ranks.
         hand_over_buffers: Whether to hand over FSDP buffers and buffers that DDP does not broadcast. `None`: only in
             modules whose buffers were bitwise equal on all ranks after each rank had trained.
-        backward_collectives: Whether a backward may run collectives although no autograd function ran one in the
+        backward_collectives: Whether a backward may run collectives even if no autograd function ran one in the
             forward. If one did (SyncBatchNorm, `torch.distributed.nn.functional`), this is detected.
         rebalance: Whether finished ranks receive batches from other ranks, so that all ranks train until the end. Loop
             over `batches`, and leave each loop at the same step on all ranks.
@@ -141,8 +141,8 @@ class Join(TorchJoin):
             placeholder: Overrides `Join`'s `placeholder` in this loop.
 
         Returns:
-            An iterable over this rank's batches, for one loop; with a placeholder, as many as on the longest rank. It
-            is not an iterator, so a progress bar that holds it does not keep a loop open after a `break`.
+            An iterable over this rank's batches, for one loop. With a placeholder, it has as many as the rank with the
+            most. It is not an iterator: a progress bar that holds it does not keep a loop open after a `break`.
         """
         return self._driver.batches(loader, name, placeholder)
 
@@ -179,8 +179,8 @@ class Join(TorchJoin):
         because the saved epoch had finished them. Later loops have the data order of an uninterrupted run.
 
         A loader with a `load_state_dict` restores its own state. Any other loader must yield the same batches again.
-        Batches that were trained on are skipped, without reading them if they come from a sampler. To repeat the order,
-        this method sets the generators that draw it, and the epochs of samplers with a `set_epoch`.
+        Skips batches that have been trained on; if a sampler picks them, they are not even read. To repeat the order,
+        this method restores the random generators behind it, and calls `set_epoch` on samplers that have it.
 
         Args:
             state: The return value of `state_dict`.
@@ -201,7 +201,7 @@ class Join(TorchJoin):
                 ...
                 if join.stop_requested():
                     break
-            if join.stop_requested():  # on all ranks, also those that had run out of batches
+            if join.stop_requested():  # on all ranks, including those that have run out of batches
                 position = join.state_dict()
                 if rank == 0:
                     torch.save({"model": ddp.module.state_dict(), "join": position, "epoch": epoch}, path)
@@ -243,8 +243,8 @@ class Join(TorchJoin):
     def weigh(self, value: Tensor) -> Tensor:
         """Multiply a value by the weight of this rank's loss in the current step, in a loop with a placeholder.
 
-        Use it for decisions that ranks make together: summed over all ranks, the result is the weighted mean loss times
-        the number of ranks. It is zero on a finished rank. Losses whose `backward` is called are weighted without this.
+        Use the result for decisions that all ranks make together. Its mean over all ranks is the weighted mean loss;
+        on a finished rank it is zero. Losses whose `backward` is called are weighted without this.
 
         Args:
             value: A tensor of any shape without grad: a detached loss, or `grad_outputs` of `autograd.grad`.

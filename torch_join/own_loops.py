@@ -138,8 +138,8 @@ def finish(owner: Hashable, also_held: bool = False, at_end: bool = False) -> bo
 
     Args:
         owner: The loop's owner.
-        also_held: Whether a loop by `iter` and `next` counts as left once it has no more batches.
-        at_end: Whether any open loop counts as left, because training has ended.
+        also_held: Whether to treat a loop driven by `iter` and `next` as exited once it has no more batches.
+        at_end: Whether to treat every open loop as exited, because training has ended.
 
     Returns:
         Whether there was such a loop.
@@ -180,7 +180,7 @@ _ending: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 @contextmanager
 def begin(owner: Hashable, driver: LoopDriver | None = None) -> Iterator[None]:
-    """Wrap the start of a context, which shows that training continues.
+    """Wrap what starts a context: starting one shows that training continues.
 
     Args:
         owner: The owner of the context.
@@ -209,7 +209,7 @@ def may_end(owner: Hashable, driver: LoopDriver) -> None:
 
 
 def end(owner: Hashable) -> None:
-    """End training; the ranks meet here instead of in another `with`.
+    """End training. The ranks synchronize here, since no later `with` does it.
 
     A rank that has run out of batches does not run the loop's body, so it does not see others decide there to stop. It
     would start the next loop while they end training. A rank whose process has ended, or that does not come in time, is

@@ -204,7 +204,7 @@ class InRounds:
 
     def reset(self: Any) -> None:
         mine = self._everyone[self.trainer.global_rank]
-        # Used until dataloaders are iterated: the length that a planned one announces is no limit.
+        # Used until the dataloaders are iterated: a planned dataloader's reported length is not an upper bound.
         most = self._limit if isinstance(self._limit, int) else float("inf")
         before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):

@@ -193,7 +193,7 @@ def do_in_the_tail(rank: int, what: str) -> str:
     [
         ("read", "ranks \\[0\\] have finished.*shards of finished ranks"),
         ("arguments", "step\\(\\) got arguments after ranks \\[0\\] finished"),
-        ("clipped", "stage 0 were modified by hand \\(clipped, for example\\) after ranks \\[0\\]"),
+        ("clipped", "stage-0 DeepSpeed engine were modified by hand \\(clipped, for example\\) after ranks \\[0\\]"),
         ("twice", "retain_graph=True\\) was called after ranks \\[0\\]"),
         ("torch", "with loss.backward\\(\\).*after ranks \\[0\\].*Call engine.backward"),
         ("coalesced", "coalesce_grad_reduction\\(\\) was called after ranks \\[0\\]"),

@@ -79,8 +79,8 @@ def around_steps(
         closure = positional[0] if positional else kwargs.get("closure")
         if positional[1:] or {*kwargs} - {"closure"}:
             raise UnsupportedError(
-                f"step() of {type(optimizer).__name__} got arguments other than a closure while some rank has"
-                " finished, which steps its shards without them. Set these values in the optimizer's param_groups."
+                f"{type(optimizer).__name__}.step() got arguments other than a closure after some rank finished. That"
+                " rank steps its shards without them. Set the values in the optimizer's param_groups."
             )
         if closure is None:
             stepping.enter_context(send())

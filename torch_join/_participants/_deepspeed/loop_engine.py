@@ -101,8 +101,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         if self.tail_log.meet():
             if kwargs.get("retain_graph") or (args and args[0]):
                 raise UnsupportedError(
-                    f"engine.backward(retain_graph=True) was called after ranks {self.members.joined_names} finished,"
-                    " which cannot follow another backward of the same graph. Add up the losses, and run a single"
+                    f"engine.backward(retain_graph=True) was called after ranks {self.members.joined_names} finished."
+                    " They cannot follow another backward of the same graph. Add up the losses, and run a single"
                     " backward."
                 )
             self._check_gradients(cleared=True)
@@ -119,7 +119,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         if not (self.members.serves or self._is_in_an_engines_backward()):
             in_tail = self.tail_log.meet()
             if in_tail or self.members.loss_factor != 1.0:
-                where = f"after ranks {self.members.joined_names} finished, which cannot follow it"
+                where = f"after ranks {self.members.joined_names} finished, and they cannot follow it"
                 if not in_tail:
                     where = "in a step whose loss only engine.backward would weight"
                 raise UnsupportedError(
@@ -136,7 +136,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
     def _coalescing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.members.serves and self.tail_log.meet():
             raise UnsupportedError(
-                f"engine.coalesce_grad_reduction() was called after ranks {self.members.joined_names} finished, which"
+                f"engine.coalesce_grad_reduction() was called after ranks {self.members.joined_names} finished. They"
                 " cannot follow a reduction outside the backward. Remove it, or add up the losses and run a single"
                 " backward."
             )
@@ -151,7 +151,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             return original(*args, **kwargs)
         if self.tail_log.meet() and (args or kwargs):
             raise UnsupportedError(
-                f"step() got arguments after ranks {self.members.joined_names} finished, which step their shards"
+                f"step() got arguments after ranks {self.members.joined_names} finished. They step their shards"
                 " without these arguments. Set the values in the optimizer's param_groups."
             )
         self._check_gradients(cleared=False)
@@ -165,8 +165,8 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             now, its_version = _state_of(parameter)
             if (now is not gradient or its_version != version) and not (cleared and now is None):
                 raise UnsupportedError(
-                    "Gradients of a DeepSpeed engine in stage 0 were modified by hand (clipped, for example) after"
-                    f" ranks {self.members.joined_names} finished, which did not modify theirs. Set gradient_clipping"
+                    "Gradients of a stage-0 DeepSpeed engine were modified by hand (clipped, for example) after ranks"
+                    f" {self.members.joined_names} finished. They did not modify theirs. Set gradient_clipping"
                     " in the engine's configuration; clear gradients with engine.zero_grad()."
                 )
 

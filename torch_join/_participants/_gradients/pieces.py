@@ -89,8 +89,8 @@ class Pieces:
             return
         raise UnsupportedError(
             "A backward with collectives ran inside another backward (reentrant activation checkpointing, or a loss"
-            " that runs its own backwards, such as GradCache), which finished ranks cannot follow. Use checkpointing"
-            " with use_reentrant=False, and compute the loss in one piece."
+            " that runs its own backwards, such as GradCache). Finished ranks cannot follow it. Use checkpointing with"
+            " use_reentrant=False, and compute the loss in one piece."
         )
 
     def begin_whole(self) -> None:

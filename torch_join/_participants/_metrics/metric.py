@@ -158,8 +158,8 @@ def check_metric(metric: Any, group: Any, driver: Driver, gather: Any = None) ->
     if _compat_metrics.parts(metric):
         if not _compat_metrics.is_passing_on(metric):
             raise UnsupportedError(
-                f"{name} keeps state of its own besides its inner metrics, which finished ranks cannot follow. Pass"
-                " its inner metrics to Join, and compute the rest outside."
+                f"Besides its inner metrics, {name} keeps state of its own, and finished ranks cannot follow that"
+                " state. Pass the inner metrics to Join, and compute the rest outside."
             )
         return
     if not all(_compat_metrics.is_own_gather(function) for function in (metric.dist_sync_fn, gather)):

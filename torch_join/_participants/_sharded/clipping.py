@@ -66,8 +66,8 @@ class ClippingParticipant(Participant):
             return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
         if len(which) < len(given):
             raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ got sharded and other gradients together while some rank has"
-                " finished, which holds only a part of the sharded ones. Clip each model separately."
+                "torch.nn.utils.clip_grad_norm_ got sharded and other gradients together after some rank finished."
+                " That rank holds only a part of the sharded ones. Clip each model separately."
             )
         self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():

@@ -76,16 +76,16 @@ class Contents:
             if self._hooks.get(id(parameter), now := _compat.shard_hooks(parameter)) != now:
                 raise JoinError(
                     f"A hook of a sharded gradient (parameter {index} of this rank's shards) was registered or"
-                    f" removed after ranks {list(joined)} finished, which reduce this gradient without that change."
+                    f" removed after ranks {list(joined)} finished. They reduce this gradient without that change."
                     " Register hooks before the loop."
                 )
 
     def _raise(self, where: int, joined: Sequence[int]) -> NoReturn:
         raise JoinError(
             f"The sharded parameters were modified outside the optimizer step (parameter {where} of this rank's"
-            f" shards), for example by weight clipping or load_state_dict. Ranks {list(joined)} have finished but own"
-            " a part of these parameters, which they cannot modify. Modify them after the loop, or pass the optimizer"
-            " that does it to Join."
+            f" shards), for example by weight clipping or load_state_dict. Ranks {list(joined)} have finished and"
+            " cannot modify their shards. Modify the parameters after the loop; if an optimizer does it, pass it to"
+            " Join."
         )
 
     def _read(self, parameters: Sequence[Tensor]) -> dict[int, int]:
@@ -115,6 +115,6 @@ def check_state(optimizer: Any, before: Any, joined: Sequence[int]) -> None:
     if before != state_of(optimizer):
         raise JoinError(
             f"The state of {type(optimizer).__name__} was modified outside its step (cleared, scaled or loaded, or a"
-            f" parameter moved to another group) after ranks {list(joined)} finished, which step their part of the"
+            f" parameter moved to another group) after ranks {list(joined)} finished. They step their part of the"
             " sharded parameters without that change. Modify the state after the loop."
         )

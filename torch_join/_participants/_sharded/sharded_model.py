@@ -99,7 +99,7 @@ class ShardedModelParticipant(Participant, LoopModel):
             if before is not None and not is_known(gradient, before):
                 raise JoinError(
                     f"An accumulated, not yet synced gradient of {unit.name or 'the root module'} was cleared or"
-                    f" modified by hand after ranks {list(self.members.joined_names)} finished, which hold a share of"
+                    f" modified by hand after ranks {list(self.members.joined_names)} finished. They hold a share of"
                     " it and cannot repeat that change. Clear gradients after a backward that syncs, or sync in each"
                     " backward."
                 )
@@ -172,7 +172,7 @@ class ShardedModelParticipant(Participant, LoopModel):
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was modified by hand: another tensor or None"
                     f" replaced FullyShardedDataParallel's gradient after ranks {list(self.members.joined_names)}"
-                    " finished, which cannot repeat that change. Leave all in place, or clear all with zero_grad()."
+                    " finished. They cannot repeat that change. Leave all in place, or clear all with zero_grad()."
                 )
 
     def before_all_ranks(self) -> None:
