@@ -55,13 +55,13 @@ def test_what_waits_for_all_workers_is_refused_in_the_tail(done: dict[str, list[
     for rank, outcome in enumerate(done[name]):
         kind = "UnsupportedError" if rank else "PeerFailedError"
         assert outcome.error.startswith(kind), outcome.error
-        assert f"{REFUSED[name]} in a step for which rank 0 had no batch" in outcome.error
+        assert f"{REFUSED[name]} was called in a step for which rank 0 had no batch" in outcome.error
         assert ("torch_join.ray.Report()" in outcome.error) == (name == "report_itself")
 
 
 def test_a_training_step_that_reports_is_refused_in_the_tail(done: dict[str, list[Outcome]]) -> None:
     for outcome in done["reports_in_a_training_step"]:
-        assert "ray.train.report in a step for which rank 2 had no batch" in outcome.error
+        assert "ray.train.report was called in a step for which rank 2 had no batch" in outcome.error
 
 
 def test_even_inputs_report_as_ever(done: dict[str, list[Outcome]]) -> None:
