@@ -81,7 +81,7 @@ def gather_in_order(
         The structure. `None` on ranks other than `rank`, and on all ranks if no rank has a batch.
 
     Raises:
-        JoinValueError: On all ranks, if some rank's rows cannot be joined. The message has the rank and the part.
+        JoinValueError: On all ranks, if some rank's rows cannot be joined. The message names the rank and the part.
     """
     values: dict[str, Tensor] = {}
     known: Tensor | None = None
@@ -128,7 +128,7 @@ def gather_given(
         group: The process group.
         rank: The rank in the group that gets the result; by default all do.
         order: `"dataset"`: indices belong to a dataset that all ranks share. `"shards"`: to each rank's own dataset.
-        is_dealt_out: Whether one dataset is split among the ranks, so ordering its rows takes indices.
+        is_dealt_out: Whether one dataset is split among the ranks. If so, ordering its rows requires indices.
 
     Raises:
         JoinValueError: On all ranks, if the dataset's order is required and a rank passes no indices.

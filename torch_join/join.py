@@ -186,8 +186,8 @@ class Join(TorchJoin):
             state: The return value of `state_dict`.
 
         Raises:
-            JoinValueError: A different number of ranks wrote the state in the middle of a loop. Or, when the loop
-                starts, its loader differs, or only some ranks have loaded the state.
+            JoinValueError: A different number of ranks wrote the state in the middle of a loop. Also raised as the
+                loop starts, if its loader is not the saved one or only some ranks have loaded the state.
             JoinError: A loop is running.
         """
         self._driver.load_state_dict(state)
@@ -225,7 +225,7 @@ class Join(TorchJoin):
         return self._driver.stop_requested()
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from each active rank, for a loss over all active ranks, all of which call this in a step.
+        """Gather a tensor from each active rank, for a loss over all of them; all active ranks call this in a step.
 
         Args:
             tensor: This rank's tensor, of the same shape and type on each rank.
@@ -281,7 +281,7 @@ class Join(TorchJoin):
             other than `rank`, and on all ranks if no rank has a batch.
 
         Raises:
-            JoinValueError: On all ranks, if some rank's rows cannot be gathered. The message has the rank and the part.
+            JoinValueError: On all ranks, if a rank's rows cannot be gathered. The message names the rank and the part.
             JoinError: Some ranks have run out of batches, and others have not.
         """
         self._driver.check_together("join.gather_in_order")
@@ -294,7 +294,7 @@ class Join(TorchJoin):
 
     @property
     def backward_collectives(self) -> bool:
-        """Whether finished ranks follow every backward piece by piece; set it to the same value on all ranks."""
+        """Whether finished ranks follow each backward pass piece by piece; must be the same on all ranks."""
         return self._driver.backward_collectives
 
     @backward_collectives.setter

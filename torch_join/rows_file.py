@@ -315,7 +315,7 @@ def _read_end(file: BinaryIO) -> Any:
 class FileRows(Sequence[Any]):
     """The rows of one dataset in a file, in order; each is read when it is accessed.
 
-    `rows[i]` belongs to one sample: its row of each tensor, and its object of each list. `rows[i:j]` is a structure
+    `rows[i]` holds one sample: its row from each tensor, and its object from each list. `rows[i:j]` is a structure
     like that of a batch, and `rows[:]` holds all samples, or is `None` if there are none. Iterating yields samples.
 
     Args:

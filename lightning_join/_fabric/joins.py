@@ -418,9 +418,9 @@ class Joins:
         with nullcontext() if driver is None else telling_failures(driver.tail_log.channel):
             if joined.is_within and not is_current:
                 raise UnsupportedError(
-                    f"{name} was called for a loader that another one reads, such as `fabric.strategy.batches(zip(a,"
-                    " b))`, so Fabric cannot tell how many of its batches were trained on. Put an object with an"
-                    " `__iter__` around both loaders, pass it to `fabric.strategy.batches`, and save the return value."
+                    f"{name} was called for a loader inside another iterable, such as `fabric.strategy.batches(zip(a,"
+                    " b))`, so Fabric cannot tell how many of its batches were trained on. Wrap both loaders in an"
+                    " object with an `__iter__`, pass it to `fabric.strategy.batches`, and save what that returns."
                 )
             if driver is not None and not joined.number and not is_current:
                 raise JoinError(

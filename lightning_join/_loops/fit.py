@@ -305,7 +305,7 @@ class JoinFitLoop(FitLoop):
                 " within an accumulation window. Lightning's checkpoints hold no gradients, so a resumed run loses"
                 " the window's batches. Save after the optimizer's step."
             )
-        state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # Lightning's own is what this replaces
+        state: dict[str, Any] = super(FitLoop, self).on_save_checkpoint()  # this replaces Lightning's own
         progress: Any = self.epoch_loop.batch_progress
         record = self._record or {
             "step": progress.current.processed,

@@ -22,7 +22,7 @@ class EvenedLoader:
     def __len__(self) -> int:
         longest = self.find_longest()
         if longest == float("inf"):
-            raise TypeError("The dataloader of some rank has no length.")
+            raise TypeError("At least one rank's dataloader has no length.")
         return int(longest)
 
     def __iter__(self) -> Iterator[Any]:

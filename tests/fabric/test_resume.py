@@ -119,7 +119,7 @@ def refuse(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("zip", "that another one reads"), ("late", "that was set up inside a loop")]
+    ("what", "message"), [("zip", "inside another iterable"), ("late", "that was set up inside a loop")]
 )
 def test_what_nobody_knows_raises_on_all_ranks(workers: Workers, what: str, message: str) -> None:
     for outcome in workers.outcomes(2, to_the_end, refuse, what, timeout=3.0):

@@ -30,7 +30,7 @@ _PASSED = {
     *("lightning_fabric", "lightning_utilities", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics"),
     *sys.stdlib_module_names,
 }
-_LAST = 8  # operations of each group, at most
+_LAST = 8  # the most operations that are listed per group
 
 
 class Place(NamedTuple):

@@ -84,7 +84,7 @@ class EvenedLoader:
     def __len__(self) -> int:
         lengths = [*self.lengths] or [self.length]
         if None in lengths:
-            raise JoinTypeError("The dataloader of some rank has no length.")
+            raise JoinTypeError("At least one rank's dataloader has no length.")
         known = [length or 0 for length in lengths]
         return steps_of(known) if self.rebalances else max(known)
 

@@ -208,8 +208,8 @@ def seed_of(part: Any) -> int | str | None:
         if getattr(held.get("f"), "__name__", "") == "_shuffle":
             if held["kw"].get("seed") is None and held["kw"].get("rng") is None:
                 raise UnsupportedError(
-                    "The position in a WebDataset that shuffles without a seed is unknown: its order is drawn from"
-                    " the clock. Pass a seed, the same in each job: `.shuffle(size, seed=...)`, or `WebDataset(...,"
+                    "The position in a WebDataset that shuffles without a seed is unknown: the clock seeds its"
+                    " shuffling. Pass the same seed in each job: `.shuffle(size, seed=...)`, or `WebDataset(...,"
                     " shardshuffle=..., seed=...)`."
                 )
             held = held["kw"]

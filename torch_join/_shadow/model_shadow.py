@@ -249,7 +249,7 @@ class ModelShadow:
         if not self.ddp.broadcast_buffers:
             return
         named = self.ddp.module.named_buffers()
-        # By `.data`, as in DDP, so that autograd does not notice: a graph that awaits its backward may have saved them.
+        # Through `.data`, as DDP does, hidden from autograd: a graph whose backward has not run may have saved them.
         buffers = [b.data for name, b in named if name not in self.ddp.parameters_to_ignore]
         buffers = [buffer.clone() for buffer in buffers] if keeps else buffers
         if buffers:

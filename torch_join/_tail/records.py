@@ -16,7 +16,7 @@ _KINDS = {
     COLLECTIVE: Call,
     TAIL: list[int],  # the synced backwards of each model
     DONE: tuple[bool, bool, list[Any]],  # a lockstep step: whether it has a backward, and a loss; the front end's data
-    # Closing messages, the rank whose state is handed over, whether backwards go in pieces, whether no step was run.
+    # Closing messages, the rank whose state is handed over, whether backwards run in pieces, whether no step was run.
     END: tuple[list[Any], int, bool, bool],
 }
 

@@ -186,7 +186,7 @@ class Links:
         """
         if self._closing or (not seconds and (self._readers or self._is_taking)):
             time.sleep(seconds)
-            return  # a waiting thread reads, or the code that this signal handler has interrupted
+            return  # a waiting thread, or the code that this handler interrupted, is reading
         found = None
         if seconds:  # without the lock, so that other threads can send
             while awake_until and time.monotonic() < awake_until and not (found := self._inner.poll(0)):

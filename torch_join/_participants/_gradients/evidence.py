@@ -306,9 +306,9 @@ class Gradients:
         for index, parameter in enumerate(self.parameters if accumulates else ()):
             if holds_something(parameter.grad):
                 raise JoinError(
-                    "The active ranks reduced by hand a gradient that they accumulated under no_sync (parameter"
+                    "The active ranks accumulated a gradient under no_sync and reduced it by hand (parameter"
                     f" {index}, of shape {tuple(parameter.shape)}), so this finished rank's share of it would be left"
-                    " out. Average it with a backward outside no_sync, or reduce in each step."
+                    " out. Average it with a backward outside no_sync, or reduce it in each step."
                 )
 
     def raise_unknown(self, index: int = 0) -> None:

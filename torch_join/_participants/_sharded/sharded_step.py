@@ -66,7 +66,7 @@ class ShardedStepParticipant(Participant):
     # ------------------------------------------------------------ on an active rank
 
     def _is_quiet(self) -> bool:
-        # A joined rank that follows a reduction also makes the steps inside it.
+        # A joined rank that follows a reduction also performs the steps within it.
         return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
 
     def _check_state(self) -> None:
