@@ -99,7 +99,7 @@ def test_a_run_goes_on_where_it_was_interrupted(workers: Workers, tmp_path: Path
     if at_ends and not case.breaks:
         places = [(0, steps - 1), (1, late), (0, max(0, steps - 2 - late))]
     else:
-        places = [(0, 0), (0, 0), (1, steps // 3), (0, 0), (0, BEHIND)]
+        places = [(0, 0), (0, 0), (1, steps // 3), (0, BEHIND)]
     if case.kind == "workers that stay":  # in a job that has gone on, too
         places = [(0, 1), (1, 1)]
     case.check(workers, places, tmp_path)

@@ -58,7 +58,7 @@ def train(rank: int, lengths: Lengths, how: str) -> tuple[list[list[Tensor]], li
     return module.seen, saved, said
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["teacher", "projected", "decay", "rate", "state", "centre"])
 @pytest.mark.parametrize("lengths", [(2, 5), (4, 0), (1, 4, 3)])
 def test_ranks_without_a_batch_take_it(workers: Workers, lengths: Lengths, how: str) -> None:
