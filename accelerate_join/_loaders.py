@@ -25,7 +25,7 @@ from accelerate.data_loader import (
     SkipDataLoader,
     prepare_data_loader,
 )
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accelerate_join import _compat
 from accelerate_join._prepared import PreparedLoader
@@ -201,6 +201,10 @@ def prepare_own(
         place: Whether to place batches on the device; `None` takes the accelerator's choice.
         seedable: Whether to draw a random order from a seed; `None` takes the accelerator's choice.
     """
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if accelerator.use_stateful_dataloader and type(sampler) is RandomSampler and sampler.generator is None:
+        # Of torch's global generator torchdata would draw another order in a job that resumes.
+        sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     return prepare_data_loader(
         loader,
         accelerator.device,

@@ -138,6 +138,7 @@ def test_each_sample_is_trained_on_once(workers: Workers, name: str, tmp_path: P
 KINDS = ("map", "torchdata", "stream", "shuffled stream", "hf stream", "drawn")
 KINDS += (
     "map, prepared",
+    "map, prepared, unseeded",
     "stream, prepared",
     "map, skipped",
     "shuffled stream, skipped",
@@ -145,7 +146,17 @@ KINDS += (
     "kept",
     "injected",
 )
-SHORT = ("map", "torchdata", "stream", "drawn", "map, prepared", "map, skipped", "shuffled stream, skipped", "kept")
+SHORT = (
+    "map",
+    "torchdata",
+    "stream",
+    "drawn",
+    "map, prepared",
+    "map, prepared, unseeded",
+    "map, skipped",
+    "shuffled stream, skipped",
+    "kept",
+)
 PLACES = {
     "from the first batches on": [(0, 1), (0, 1), (1, 6), (0, BEHIND)],
     "at the end of epochs": [(0, 8), (1, 0), (0, 2), (0, 4)],

@@ -245,7 +245,7 @@ def own_loader(chain: Chain, share: int, make: Any = DataLoader, names: Sequence
         batcher = tn.Batcher(tn.IterableWrapper([*numbers]), chain.size, drop_last=False)
         return tn.Loader(tn.Mapper(batcher, collate))
     if numbers and "stream" not in chain.kind and not options.keys() & {"sampler", "shuffle"}:  # each takes a sample
-        generator = torch.Generator().manual_seed(share)
+        generator = None if "unseeded" in chain.kind else torch.Generator().manual_seed(share)
         if "drawn" in chain.kind:
             options["sampler"] = DrawnTwice(numbers, share, eagerly=bool(names))
         else:
