@@ -152,7 +152,6 @@ SHORT = (
     "stream",
     "drawn",
     "map, prepared",
-    "map, prepared, unseeded",
     "map, skipped",
     "shuffled stream, skipped",
     "kept",
@@ -177,6 +176,11 @@ def test_the_same_ranks_go_on_as_if_nothing_had_been(
     workers: Workers, kind: str, lengths: tuple[int, ...], places: str, way: str, tmp_path: Path
 ) -> None:
     check(workers, chain_of(kind, lengths, PLACES[places]), tmp_path, partial(train, way=way))
+
+
+def test_a_shard_that_torchs_global_generator_shuffles_goes_on_in_its_order(workers: Workers, tmp_path: Path) -> None:
+    chain = chain_of("map, prepared, unseeded", (0, 4, 9), PLACES["from the first batches on"])
+    check(workers, chain, tmp_path, partial(train, way="join_batches"))
 
 
 @pytest.mark.long
