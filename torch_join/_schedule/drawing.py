@@ -94,6 +94,22 @@ def keeps_place(loader: Any) -> bool:
     return not (draws_globally(loader) or any(name.startswith(_OF_SAMPLERS) for name in drawn))
 
 
+def loses_order(loader: Any) -> bool:
+    """Whether torchdata resumes a loader in another order.
+
+    A new iterator draws a base seed and then the sampler's order. One that resumes draws no base seed, so the order
+    differs if both come from one generator.
+    """
+    sampler = sampler_of(loader)
+    if (
+        not hasattr(loader, "next_iter_state")
+        or has_epoch(sampler)
+        or type(sampler).__module__.startswith("torchdata.")
+    ):
+        return False
+    return getattr(sampler, "generator", sampler) is getattr(loader, "generator", None)
+
+
 def draws_globally(loader: Any) -> bool:
     """Whether a loader's sampler draws from torch's default generator, as torch's samplers without a generator do."""
     sampler = sampler_of(loader)

@@ -27,6 +27,7 @@ from torch_join._schedule.drawing import (
     global_kept,
     has_epoch,
     keeps_place,
+    loses_order,
     own_drawing,
     parts_of,
     saved_drawing,
@@ -392,6 +393,12 @@ class Order:
             return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
         try:
             check_order(self._loader, has_place(self._loader), parts_of(self._loader))
+            if loses_order(self._loader):
+                raise UnsupportedError(
+                    "The position in a stateful DataLoader is unknown: its sampler draws from the same generator as the"
+                    " loader, and torchdata would resume in another order. Pass torchdata's StatefulDataLoader("
+                    "shuffle=True), a sampler with its own generator, or (Accelerate) use_seedable_sampler=True."
+                )
             return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
         except UnsupportedError as error:  # no reason to fail here: frameworks save more, and can resume without places
             return {"ended": False, "refused": str(error)}
