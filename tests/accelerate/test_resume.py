@@ -183,6 +183,12 @@ def test_a_shard_that_torchs_global_generator_shuffles_goes_on_in_its_order(work
     check(workers, chain, tmp_path, partial(train, way="join_batches"))
 
 
+def test_an_order_that_torchdata_would_lose_is_refused(workers: Workers, tmp_path: Path) -> None:
+    chain = chain_of("map, prepared, one generator", (4, 9), [(0, 1)])
+    with pytest.raises(WorkerError, match="its sampler draws from the same generator as the loader"):
+        check(workers, chain, tmp_path, train)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_go_on_in_new_processes(workers: Workers, kind: str, tmp_path: Path) -> None:

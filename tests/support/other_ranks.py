@@ -246,6 +246,8 @@ def own_loader(chain: Chain, share: int, make: Any = DataLoader, names: Sequence
         return tn.Loader(tn.Mapper(batcher, collate))
     if numbers and "stream" not in chain.kind and not options.keys() & {"sampler", "shuffle"}:  # each takes a sample
         generator = None if "unseeded" in chain.kind else torch.Generator().manual_seed(share)
+        if "one generator" in chain.kind:
+            options["generator"] = generator
         if "drawn" in chain.kind:
             options["sampler"] = DrawnTwice(numbers, share, eagerly=bool(names))
         else:

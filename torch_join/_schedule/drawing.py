@@ -101,11 +101,8 @@ def loses_order(loader: Any) -> bool:
     differs if both come from one generator.
     """
     sampler = sampler_of(loader)
-    if (
-        not hasattr(loader, "next_iter_state")
-        or has_epoch(sampler)
-        or type(sampler).__module__.startswith("torchdata.")
-    ):
+    is_restored = has_epoch(sampler) or type(sampler).__module__.startswith("torchdata.")
+    if is_restored or not hasattr(loader, "next_iter_state"):
         return False
     return getattr(sampler, "generator", sampler) is getattr(loader, "generator", None)
 
