@@ -203,7 +203,7 @@ def prepare_own(
     """
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if accelerator.use_stateful_dataloader and type(sampler) is RandomSampler and sampler.generator is None:
-        # Of torch's global generator torchdata would draw another order in a job that resumes.
+        # From torch's global generator, which the loader draws from too, torchdata would resume in another order.
         sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     return prepare_data_loader(
         loader,

@@ -329,10 +329,11 @@ def fit_counting(rank: int, lengths: tuple[int, ...], layers: int, manual: bool,
 def test_lightning_waits_no_more_than_without(emulated: Workers, manual: bool) -> None:
     ours, stock = (emulated.run(2, fit_counting, (6, 6), 4, manual, strategy) for strategy in ("ddp_join", "ddp"))
     for mine, its in zip(ours, stock, strict=True):
-        assert all(a <= b for a, b in zip(mine, its, strict=True))
+        assert mine == [0] * len(its)
+        assert min(its) > 0  # the count sees Lightning's own waits
     few, many = (emulated.run(2, fit_counting, (2, 8), layers, manual, "ddp_join") for layers in (3, 30))
     for tail in (*few, *many):
-        assert max(tail[2:]) <= max(max(each) for each in stock) + 2
+        assert max(tail[2:]) <= 2
 
 
 def gather_counting(rank: int, ours: bool) -> list[int]:
