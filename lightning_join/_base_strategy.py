@@ -90,7 +90,7 @@ class Joining(JoiningStrategy):
         enable_join: bool | None = None,  # the old name of `enable`, which configurations use
         **kwargs: Any,
     ) -> None:
-        refuse_misspelt(*kwargs)
+        refuse_misspelt(*kwargs, owner=type(self).__name__, also=("own_shards",))
         for name in kwargs.keys() & _OF_OTHER_LOOPS.keys():
             raise JoinTypeError(f"A strategy of Lightning's Trainer takes no {name!r}. {_OF_OTHER_LOOPS[name]}.")
         super().__init__(*args, **kwargs)

@@ -95,6 +95,7 @@ WARNED = [
     ("DealtAgain", ("lightning",), "so each dataset seems to be a rank's own shard.", (0,)),
     ("Window", ("accelerate",), "within an accumulation window", (0, 1)),
     ("Window", ("lightning",), "within an accumulation window", (0,)),
+    ("Skips", OF_OWN_LOOPS, "Rank 0 did not sync gradients in step 0 of the loop, but rank 1 did. Since then", (0,)),
     ("AverageOnOne", ("plain", "fabric", "accelerate"), "and these had finished: average", (0,)),
     ("Unfreezes", ("plain", "fabric", "accelerate"), "the ranks already differed in model 0", (0,)),
 ]

@@ -24,9 +24,18 @@ from accelerate_join.transformers._evaluation import by_rank, in_one_order
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._run import Run
 from torch_join import JoinDataWarning, JoinTypeError, UnsupportedError, Weighting
-from torch_join.integration import Options, Placeholder, factor_of_count, length_of, setting, whole_signature
+from torch_join.integration import (
+    Options,
+    Placeholder,
+    factor_of_count,
+    length_of,
+    refuse_misspelt,
+    setting,
+    whole_signature,
+)
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination", "placeholder")
+_OWN = ("own_shards", "kept")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
 
@@ -88,6 +97,8 @@ class JoinTrainerMixin:
                 f"{cls.__name__} lists JoinTrainerMixin after Trainer in its base classes, where it has no effect."
                 " Put JoinTrainerMixin before the trainer class."
             )
+        new = [name for name in vars(cls) if not any(hasattr(base, name) for base in cls.__bases__)]
+        refuse_misspelt(*new, owner=cls.__name__, also=_OWN)
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # a subclass's own loaders are evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
@@ -106,6 +117,7 @@ class JoinTrainerMixin:
         **kwargs: Any,
     ) -> None:
         given = locals()
+        refuse_misspelt(*kwargs, owner=type(self).__name__, also=_OWN)
         for name in (*_OPTIONS, "own_shards"):
             if given[name] is not None and given[name] is not Options.weighting:
                 setattr(self, name, given[name])

@@ -92,7 +92,7 @@ class Joins:
         monitor: JoinMonitor | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_misspelt(*kwargs)
+        refuse_misspelt(*kwargs, owner=type(self).__name__)
         super().__init__(*args, **kwargs)
         self.joinables: list[Any] = list(joinables)
         self._set_up: list[Any] = []

@@ -147,7 +147,7 @@ def test_a_strategys_signature_shows_all_that_it_takes(module: Any, name: str) -
 def test_a_misspelt_option_of_a_strategy_raises(module: Any, name: str) -> None:
     kind = getattr(module, name)
     for slip, meant in {"rebalanc": "rebalance", "wieghting": "weighting"}.items():
-        with pytest.raises(JoinTypeError, match=f"Join has no argument '{slip}'. Did you mean '{meant}'?"):
+        with pytest.raises(JoinTypeError, match=f"{name} has no argument '{slip}'. Did you mean '{meant}'?"):
             kind(**{slip: True})
     # What goes to torch is none, though it may be near.
     refuse_misspelt(*parameters(kind), *parameters(DistributedDataParallel), *parameters(FullyShardedDataParallel))

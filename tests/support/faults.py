@@ -35,6 +35,7 @@ class Fault:
     """None: a rank's training, in whose places others do something.
 
     Attributes:
+        lengths: Each rank's number of batches.
         deals_out: Whether the front end deals out each rank's dataset.
         window: The number of batches between two steps of an optimizer.
         steps: How many batches this rank has trained on.
@@ -42,6 +43,7 @@ class Fault:
         monitor: What notes the epochs, where the training is monitored.
     """
 
+    lengths = LENGTHS
     deals_out = False
     window = 1
     weighting: Any = "world"
@@ -72,6 +74,11 @@ class Fault:
         self.set_rates(optimizer)
 
     @property
+    def skips(self) -> bool:
+        """Whether the loop goes to its next batch before this step's backward."""
+        return False
+
+    @property
     def saves(self) -> bool:
         """Whether a state is saved after this step's backward, before an optimizer's step."""
         return False
@@ -80,6 +87,16 @@ class Fault:
 class Gather(Fault):
     def loss(self, out: Tensor) -> Tensor:
         return torch.cat([*all_gather(out)]).square().mean()  # type: ignore[no-untyped-call]
+
+
+class Skips(Fault):
+    """Each rank skips one batch of each epoch, but rank 0 the first and rank 1 the third."""
+
+    lengths = (4, 4)
+
+    @property
+    def skips(self) -> bool:
+        return self.steps % self.lengths[self.rank] == (1, 3)[self.rank]
 
 
 class DealtAgain(Fault):
@@ -154,7 +171,7 @@ FAULTS = {each.__name__: each for each in _ALL}
 
 def loader_of(fault: Fault) -> DataLoader[Any]:
     """A rank's own samples."""
-    own = batches_of(fault.rank, LENGTHS)
+    own = batches_of(fault.rank, fault.lengths)
     return DataLoader(TensorDataset(torch.cat(own)), 2)
 
 
@@ -163,6 +180,8 @@ def trains(fault: Fault, model: Any, optimizer: Any, batches: Any, backward: Any
     average = fault.average()
     for step, (x,) in enumerate(batches):
         fault.begin(optimizer)
+        if fault.skips:
+            continue
         backward(fault.loss(model(x)))
         if fault.saves:
             save()

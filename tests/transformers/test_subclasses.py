@@ -15,6 +15,7 @@ from accelerate_join.transformers import JoinTrainer, JoinTrainerMixin
 from tests.support.front_ends.accelerate import accelerator_of
 from tests.support.front_ends.transformers import Fit, Net, Samples, arguments_of, data_of, sample
 from tests.support.workers import Workers
+from torch_join import JoinTypeError
 
 LENGTHS = (3, 8, 1)
 
@@ -175,6 +176,16 @@ def test_samples_are_counted_in_lists(workers: Workers) -> None:
 def test_the_mixin_comes_first() -> None:
     with pytest.raises(TypeError, match="Put JoinTrainerMixin before the trainer class"):
         type("Wrong", (Trainer, JoinTrainerMixin), {})
+
+
+def test_a_misspelt_option_in_a_class_or_a_call_raises() -> None:
+    for slip, meant in {"own_shard": "own_shards", "weigthing": "weighting", "placholder": "placeholder"}.items():
+        told = f"Mine has no argument '{slip}'. Did you mean '{meant}'?"
+        with pytest.raises(JoinTypeError, match=told):
+            type("Mine", (JoinTrainer,), {slip: True})
+        with pytest.raises(JoinTypeError, match=told):
+            type("Mine", (JoinTrainer,), {})(model=None, **{slip: True})
+    type("Mine", (type("Base", (JoinTrainer,), {"weights": 1, "keep": 2}),), {"weights": 3})  # a user's own names
 
 
 class LoggingItsLoss(JoinTrainer):

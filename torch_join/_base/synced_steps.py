@@ -15,12 +15,16 @@ Synced = tuple[list[tuple[int, int]], int]  # see `SyncedSteps`: `gaps` and `las
 class SyncedSteps:
     """The steps of a loop in which this rank has synced.
 
+    Args:
+        even: The number of steps in which ranks do not meet and all have a batch.
+
     Attributes:
         gaps: The first few dozen gaps: the first step without a sync, and the next step with one.
         last: The last step that this covers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, even: int = 0) -> None:
+        self._even = even
         self.gaps: list[tuple[int, int]] = []
         self.last = -1
 
@@ -29,6 +33,10 @@ class SyncedSteps:
         if len(self.gaps) < _MOST:
             self.gaps.append((self.last + 1, step))
             self.last = step
+
+    def unmet(self) -> Synced:
+        """Return the part in which ranks do not meet; a rank may have synced as often as the others, elsewhere."""
+        return [(first, end) for first, end in self.gaps if first < self._even], min(self.last, self._even - 1)
 
 
 def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:

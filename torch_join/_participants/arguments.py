@@ -79,22 +79,28 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
         refuse_misspelt(name)
         if not takes_any:
             for meant in get_close_matches(name, _all, 1, cutoff=0.8):
-                raise _misspelt(name, meant)
+                raise _misspelt("Join", name, meant)
             raise JoinTypeError(
                 f"Join has no argument {name!r}, and no joinable has a hook that takes it. Remove it; the arguments"
                 f" are {', '.join(_all)}."
             )
 
 
-def refuse_misspelt(*names: str) -> None:
-    """Raise if a name looks like a misspelt argument of `Join`, since a hook that takes any option would swallow it.
+def refuse_misspelt(*names: str, owner: str = "Join", also: Sequence[str] = ()) -> None:
+    """Raise if a name looks like a misspelt option, which whatever takes any name would swallow.
+
+    Args:
+        names: The names that a user gave.
+        owner: What takes the options, for the error.
+        also: The options of `owner` that `Join` does not have.
 
     Raises:
-        JoinTypeError: A name looks like that.
+        JoinTypeError: A name looks like an option.
     """
-    for name, own in product({*names}.difference(_all), _all):
+    options = [*_all, *also]
+    for name, own in product({*names}.difference(options), options):
         if _is_slip(name, own):
-            raise _misspelt(name, own)
+            raise _misspelt(owner, name, own)
 
 
 def _is_slip(name: str, own: str) -> bool:
@@ -113,8 +119,8 @@ def _is_slip(name: str, own: str) -> bool:
     )
 
 
-def _misspelt(name: str, meant: str) -> JoinTypeError:
-    return JoinTypeError(f"Join has no argument {name!r}. Did you mean {meant!r}?")
+def _misspelt(owner: str, name: str, meant: str) -> JoinTypeError:
+    return JoinTypeError(f"{owner} has no argument {name!r}. Did you mean {meant!r}?")
 
 
 def common_group(joinables: Sequence[Any]) -> Any:

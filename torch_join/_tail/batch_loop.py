@@ -12,7 +12,7 @@ from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.errors import JoinDataWarning, JoinValueError, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.sampler import dealt_again
-from torch_join._base.synced_steps import SyncedSteps
+from torch_join._base.synced_steps import Synced, SyncedSteps
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way
 from torch_join._monitor.stopwatch import Stopwatch
@@ -24,7 +24,8 @@ from torch_join._tail.reader import Reader
 from torch_join._tail.resuming import OVER, check_resumed
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
 
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None]  # exchanged when a loop starts
+# Exchanged when a loop starts.
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, Synced]
 # How a rank starts a loop: its code asks for a batch, or never asked (and it has no batches, or has some).
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -105,7 +106,9 @@ class BatchLoop:
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
         begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
-        lengths, hyper, ways, everyone, steps, loops, dealt = zip(*log.channel.gather(begin, of=_BEGIN), strict=True)
+        said = log.channel.gather((*begin, log.synced.unmet()), of=_BEGIN)
+        lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*said, strict=True)
+        log.warn_if_mixed(synced)
         if driver.begins_with_loop:
             driver.tail.compare_given(everyone)
         compare(hyper, members.global_ranks)
@@ -135,7 +138,8 @@ class BatchLoop:
         if self.asked and placeholder is None and any(length is None or length > mine for length in lengths):
             driver.tail.note(at_last=False)
         log.parting.begin_loop(log.channel)
-        log.synced = SyncedSteps()
+        is_certain = isinstance(self.schedule, Certain)
+        log.synced = SyncedSteps(min(self.schedule.lengths or [0]) if is_certain else 0)
         for model in log.models():
             model.begin_loop()
         if driver.options.monitor is not None and self._resumes_at != OVER:

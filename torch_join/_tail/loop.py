@@ -10,6 +10,7 @@ from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.membership import Membership
+from torch_join._base.synced_steps import Synced
 from torch_join._control.channel import Channel
 from torch_join._handover.early_exit import EarlyExit
 from torch_join._participants.make_participants import make_participants
@@ -118,8 +119,10 @@ class LoopDriver(Attendance):
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
             # This gather keeps each process alive until all ranks get here.
-            said = self.tail_log.channel.gather(hyperparameters(self.given), of=Hyperparameters)
-            compare(said, self.members.global_ranks)
+            words = hyperparameters(self.given), self.tail_log.synced.unmet()
+            said = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, Synced])
+            compare([hyper for hyper, _ in said], self.members.global_ranks)
+            self.tail_log.warn_if_mixed([synced for _, synced in said])
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
 

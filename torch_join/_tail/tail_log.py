@@ -2,15 +2,15 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from torch_join._base.errors import JoinError
+from torch_join._base.errors import JoinDriftWarning, JoinError
 from torch_join._base.membership import Membership, Role
-from torch_join._base.synced_steps import SyncedSteps, explain_mixed
+from torch_join._base.synced_steps import Synced, SyncedSteps, explain_mixed
 from torch_join._collectives.backwards import Backwards
 from torch_join._collectives.neutral import mirror
 from torch_join._collectives.parting import Parting
@@ -108,6 +108,13 @@ class TailLog(Announcer):
     def models(self) -> list[LoopModel]:
         """Return the participants that are models."""
         return [cast(LoopModel, each) for each in self.participants if each.is_model]
+
+    def warn_if_mixed(self, synced: Sequence[Synced]) -> None:
+        """Warn if ranks synced in different steps of the last loop; given each rank's `SyncedSteps.unmet`."""
+        if self.members.rank == 0 and (mixed := explain_mixed(dict(enumerate(synced)), self.members.global_ranks)):
+            JoinDriftWarning.warn(
+                f"Ranks skipped different batches.{mixed} Skip a batch on all ranks, or filter the loader."
+            )
 
     def check_backwards_ended(self) -> None:
         """See `LoopModel.check_backward_ended`; called when this rank has no batch, before it waits for other ranks."""
