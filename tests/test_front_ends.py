@@ -116,6 +116,10 @@ def test_a_fault_raises_on_all_ranks(workers: Workers, fault: str, front_end: st
     timeout = 3.0 if (fault, front_end) == ("Window", "sharded") else 30.0
     for outcome in workers.outcomes(2, run_fault, front_end, fault, timeout=timeout):
         assert said in outcome.error
+        if not outcome.error.startswith("RuntimeError"):  # the user's own, whose frames all stay
+            *_, last = outcome.trace.split("Traceback (most recent call last):")
+            ours = re.findall(r'File "[^"]*/(?:torch|lightning|accelerate)_join/', last)
+            assert len(ours) <= 6, last
 
 
 @pytest.mark.parametrize(("fault", "front_end", "said", "ranks"), of_each(WARNED))

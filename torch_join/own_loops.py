@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base.errors import DECIDE, ENDS, JoinError, JoinTimeoutError, PeerFailedError, check_all_go_on
+from torch_join._base.errors import (
+    DECIDE,
+    ENDS,
+    JoinError,
+    JoinTimeoutError,
+    PeerFailedError,
+    check_all_go_on,
+    shorten_traceback,
+)
 from torch_join._compat.ddp import differentiable
 from torch_join._compat.torchrun import forget_victim
 from torch_join._control.failures import telling_failures
@@ -97,6 +105,7 @@ class Loop(Generic[T]):
             raise
         except BaseException as error:
             self.leave(error)
+            shorten_traceback(error)
             raise
         self.leave()
 

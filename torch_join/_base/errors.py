@@ -17,9 +17,12 @@
 `JoinError` is a `RuntimeError` because that is what `torch.distributed.algorithms.Join` raises.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from types import FrameType
 
 
 class JoinError(RuntimeError):
@@ -67,7 +70,7 @@ class JoinWarning(UserWarning):
     def warn(cls, text: str) -> None:
         """Warn at the line of user code that led here, or at the outermost line if there is none."""
         frame = sys._getframe(1)
-        while frame.f_back and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_USERS:
+        while frame.f_back and _package(frame) in _NOT_USERS:
             frame = frame.f_back
         known = frame.f_globals
         name, registry = known.get("__name__") or "<string>", known.setdefault("__warningregistry__", {})
@@ -90,12 +93,32 @@ class JoinFutureWarning(JoinWarning, FutureWarning):
     """An old name, which works until the next minor release."""
 
 
-_OURS = "torch_join lightning_join pytorch_lightning_join accelerate_join"
+_OURS = frozenset(["torch_join", "lightning_join", "pytorch_lightning_join", "accelerate_join"])
 _FRAMEWORKS = (
     "torch torchmetrics lightning lightning_fabric lightning_utilities pytorch_lightning accelerate transformers trl"
     " deepspeed contextlib functools importlib threading"
 )
-_NOT_USERS = frozenset(f"{_OURS} {_FRAMEWORKS}".split())
+_NOT_USERS = _OURS.union(_FRAMEWORKS.split())
+
+
+def _package(frame: FrameType) -> str:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Remove the frames of these packages from a traceback of a `JoinError`, but for the first and the last.
+
+    `TORCH_JOIN_TRACEBACK=full` keeps them.
+    """
+    if not isinstance(error, JoinError) or os.environ.get("TORCH_JOIN_TRACEBACK") == "full":
+        return
+    entries, entry = [], error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    removed = [entry for entry in entries if _package(entry.tb_frame) in _OURS][1:-1]
+    for entry, following in pairwise(entry for entry in entries if entry not in removed):
+        entry.tb_next = following
 
 
 def raise_any(error: BaseException | None) -> None:

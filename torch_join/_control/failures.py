@@ -2,6 +2,7 @@
 
 from types import TracebackType
 
+from torch_join._base.errors import shorten_traceback
 from torch_join._compat import ddp as _compat
 from torch_join._control.channel import Channel
 
@@ -30,6 +31,7 @@ class telling_failures:  # noqa: N801  it is used like a function
             # The rank that broke the collective may still be writing the reason.
             reason = channel.find_why(f"A collective failed on rank {channel.global_ranks[channel.rank]}")[0] or error
         channel.fail(reason)
+        shorten_traceback(reason)
         if reason is not error:
             try:
                 raise reason from error

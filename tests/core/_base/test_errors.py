@@ -3,12 +3,15 @@
 import ast
 import contextlib
 import importlib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torch_join
+from torch_join._base.errors import shorten_traceback
 
 
 def test_errors_can_be_caught_as_what_they_are() -> None:
@@ -40,6 +43,34 @@ def test_a_warning_points_at_the_users_line(name: str, monkeypatch: pytest.Monke
     # Without a line of the user's in between, the next frame out is pytest's.
     assert caught[0].filename == "library.py" if name == "__main__" else caught[0].filename.endswith("python.py")
     assert caught[0].category is torch_join.JoinDataWarning
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "left"),
+    [
+        (torch_join.JoinError, "", ["torch_join", "users", "lightning", "torch_join"]),
+        (torch_join.JoinError, "full", ["torch_join", "accelerate_join", "users", "lightning", "torch_join"]),
+        (ValueError, "", ["torch_join", "accelerate_join", "users", "lightning", "torch_join"]),
+    ],
+)
+def test_a_traceback_has_two_frames_of_ours(
+    kind: type[Exception], how: str, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_JOIN_TRACEBACK", how)
+    call: Any = kind("no luck")
+    for name in ["torch_join", "lightning", "users", "accelerate_join", "torch_join"]:
+        space: dict[str, Any] = {"__name__": f"{name}.part", "inner": call}
+        body = "raise inner" if isinstance(call, Exception) else "inner()"
+        exec(f"def call():\n    {body}", space)
+        call = space["call"]
+    with pytest.raises(kind) as caught:
+        call()
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # this test's own
+    shorten_traceback(error)
+    found = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert found == left
 
 
 def test_all_warnings_are_of_these_kinds() -> None:
