@@ -16,26 +16,29 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from accelerate_join import _compat
-from torch_join import JoinError
-from torch_join.integration import join_rows
+from torch_join import JoinDataWarning, JoinError
+from torch_join.integration import Driver, Participant, join_rows
 
 _MAIN = 0
 
 
-class ActiveOperations:
-    """The actions of a `Participant` for these operations, on active and on joined ranks."""
+class ActiveOperations(Participant):
+    """These operations, on active and on joined ranks.
+
+    Args:
+        device: This rank's device.
+    """
 
     kinds: ClassVar[dict[str, Any]] = {
         "gather": tuple[list[tuple[torch.Size, torch.dtype, str]], bool],
         "gather_object": bool,
     }
     for_metrics = False  # whether the gather is for metrics: then joined ranks warn that they miss it
-    _device: torch.device
-    # Attributes of a `Participant`.
-    driver: Any
-    members: Any
-    tail_log: Any
-    announce: Callable[..., None]
+
+    def __init__(self, device: torch.device, driver: Driver, index: int) -> None:
+        super().__init__(driver, index)
+        self._device = device
+        self._has_warned = False
 
     @property
     def active(self) -> Sequence[int]:
@@ -48,9 +51,6 @@ class ActiveOperations:
 
     def before_gather(self, name: str) -> None:
         """Called before an active rank gathers."""
-
-    def note_missed(self, for_metrics: bool) -> None:
-        """Called on a joined rank, which does not receive the gathered data."""
 
     def replacing(self) -> AbstractContextManager[None]:
         """In this context, Accelerate's functions call these methods."""
@@ -120,12 +120,23 @@ class ActiveOperations:
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == "gather":
             specs, for_metrics = payload
-            self.note_missed(for_metrics)
+            self._note_missed(for_metrics)
             own = self._device
             self._gather([torch.empty((0, *s), dtype=d, device=own if own.type == t else t) for s, d, t in specs])
         else:
-            self.note_missed(payload)
+            self._note_missed(payload)
             self._gather_object([])
+
+    def _note_missed(self, for_metrics: bool) -> None:
+        """Warn once on a joined rank that its metrics lack the samples that other ranks gather."""
+        if for_metrics and not self._has_warned:
+            self._has_warned = True
+            JoinDataWarning.warn(
+                f"Rank {self.members.rank} has finished, so it does not receive the samples that the other ranks"
+                " gather for metrics in this loop, and its own metric lacks them. Rank 0 has all samples if"
+                " Accelerate sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on"
+                " each rank and reduce after the loop."
+            )
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]

@@ -14,7 +14,6 @@ from accelerate_join._prepared import Progress
 from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import (
     LoopDriver,
-    Participant,
     holds_parts,
     is_closed,
     is_communication_error,
@@ -27,7 +26,7 @@ _CALL, _SAVE = "call", "save_state"
 _CALLED = ("log", "load_state", "save_state", "save_model", "get_state_dict")
 
 
-class Operations(ActiveOperations, Participant):
+class Operations(ActiveOperations):
     """Accelerate's operations, on active and on joined ranks.
 
     Args:
@@ -44,12 +43,10 @@ class Operations(ActiveOperations, Participant):
     driver: LoopDriver
 
     def __init__(self, accelerator: accelerate.Accelerator, progress: Progress, driver: LoopDriver, index: int) -> None:
-        super().__init__(driver, index)
+        super().__init__(accelerator.device, driver, index)
         driver.tail_log.hears_asides = True
         self._accelerator, self.progress = accelerator, progress
         self._type = type(accelerator)
-        self._device = accelerator.device
-        self._has_warned = False
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -232,17 +229,6 @@ class Operations(ActiveOperations, Participant):
         leads = goes_on and members.rank == self.active[0]
         with _positions.saved(self._accelerator, when, last, leads, goes_on):
             return self._call("save_state", args, kwargs)
-
-    def note_missed(self, for_metrics: bool) -> None:
-        """Warn once on a joined rank that its metrics lack the samples that other ranks gather."""
-        if for_metrics and not self._has_warned:
-            self._has_warned = True
-            JoinDataWarning.warn(
-                f"Rank {self.members.rank} has finished, so it does not receive the samples that the other ranks"
-                " gather for metrics in this loop, and its own metric lacks them. Rank 0 has all samples if"
-                " Accelerate sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on"
-                " each rank and reduce after the loop."
-            )
 
 
 def _as_text(path: Any) -> Any:

@@ -30,7 +30,6 @@ from torch_join.integration import (
     Lockstep,
     LockstepJoin,
     ModelShadow,
-    Participant,
     PlaceholderLockstep,
     ReadStep,
     StepDriver,
@@ -49,16 +48,12 @@ from torch_join.integration import (
 )
 
 
-class StepOperations(ActiveOperations, Participant):
+class StepOperations(ActiveOperations):
     """Accelerate's operations in a trainer: over the active ranks inside a step, and over all ranks between steps."""
 
     driver: StepDriver
 
     in_step: Sequence[int] = ()  # the active ranks, in a step in which the others run placeholders
-
-    def __init__(self, device: torch.device, driver: StepDriver, index: int) -> None:
-        super().__init__(driver, index)
-        self._device = device
 
     @property
     def active(self) -> Sequence[int]:
