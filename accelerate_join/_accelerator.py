@@ -65,27 +65,10 @@ class _InContext:
 
     _operations: ClassVar[Operations]
 
-    # Their errors name the failed rank here, because a `join_batches` loop has no `with` that could do it.
-    backward = _own("backward", Operations.naming_failures)
-    clip_grad_norm_ = _own("clip_grad_norm_", Operations.naming_failures)
-    clip_grad_value_ = _own("clip_grad_value_", Operations.naming_failures)
-    gather = _own("gather", Operations.naming_failures)
-    reduce = _own("reduce", Operations.naming_failures)
-    wait_for_everyone = _own("wait_for_everyone", Operations.naming_failures)
-    check_trigger = _own("check_trigger", Operations.naming_failures)
-
     save = _own("save", Operations.acting_for_main_process)
-
     prepare = _own("prepare")
     free_memory = _own("free_memory", at_end=True)
     end_training = _own("end_training", at_end=True)
-
-    save_state = _operation("save_state")
-    load_state = _operation("load_state")
-    log = _operation("log")
-    print = _operation("print")
-    save_model = _operation("save_model")
-    get_state_dict = _operation("get_state_dict")
 
     @_after_the_loop
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +103,14 @@ class _InContext:
             " finished ranks cannot follow. Run the last forward of an accumulation window outside no_sync, as"
             " accelerator.accumulate does."
         )
+
+
+# Their errors name the failed rank here, because a `join_batches` loop has no `with` that could do it.
+_NAMING = ("backward", "check_trigger", "clip_grad_norm_", "clip_grad_value_", "gather", "reduce", "wait_for_everyone")
+for _name in _NAMING:
+    setattr(_InContext, _name, _own(_name, Operations.naming_failures))
+for _name in ("get_state_dict", "load_state", "log", "print", "save_model", "save_state"):
+    setattr(_InContext, _name, _operation(_name))
 
 
 def gather_in_order(

@@ -1,6 +1,6 @@
 """A loader that has as many steps on each rank as the longest rank has batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -23,32 +23,23 @@ class EvenedLoader(CoreEvenedLoader):
 
     Args:
         loader: This rank's loader.
-        find_run: Returns the `Run` that iterates over it with the other ranks; `None` outside a run.
+        trainer: The trainer, whose `Run` iterates over it with the other ranks.
         trains: Whether its batches are trained on.
-        owns: Whether the dataset belongs to this rank only.
-        rebalances: Whether ranks send batches to each other.
-        keeps: Whether to keep a batch for steps in which this rank has none.
 
     Attributes:
+        owns: Whether the dataset belongs to this rank only.
         remainder: 0, since no sample occurs twice; Accelerate reads it.
     """
 
     framework = "Trainer"
     remainder = 0
 
-    def __init__(
-        self,
-        loader: DataLoaderShard,
-        find_run: Callable[[], Any],
-        trains: bool,
-        owns: bool,
-        rebalances: bool = False,
-        keeps: bool = False,
-    ) -> None:
-        super().__init__(loader, partial(without_rows, other=lambda value: value), trains, rebalances, keeps)
-        self.owns = owns
+    def __init__(self, loader: DataLoaderShard, trainer: Any, trains: bool) -> None:
+        empty, keeps = partial(without_rows, other=lambda value: value), trainer.placeholder is not None
+        super().__init__(loader, empty, trains, trains and trainer.rebalance, keeps)
+        self.owns: bool = trainer.own_shards
+        self._trainer = trainer
         self._examples: Sequence[int | None] = ()
-        self._find_run = find_run
         self.resumes_stream = False
 
     def tell(self, lengths: Sequence[int | None], examples: Sequence[int | None]) -> None:
@@ -89,17 +80,16 @@ class EvenedLoader(CoreEvenedLoader):
 
     def without_first(self, number: int) -> "EvenedLoader":
         """Return this loader without its first batches, even if a rank has fewer."""
-        rest, run = copy(self), self._find_run()
+        rest, run = copy(self), self._trainer._join_run
         rest.resumes_stream = self._has_no_length
-        left = None if run is None else run.position.take_rest()
-        number = number if run is None else run.position.to_skip(number)
-        rest.loader = _compat.skip_first_batches(self.loader, number) if left is None else left
+        skip = _compat.skip_first_batches if run is None else run.position.skip
+        rest.loader = skip(self.loader, number)
         rest.tell((), ())
         return rest
 
     def set_epoch(self, epoch: int) -> None:
         """Set the loader's epoch; after resuming, Trainer counts the passes over a stream from 0 again."""
-        run = self._find_run()
+        run = self._trainer._join_run
         self.loader.set_epoch(epoch if run is None or not self._has_no_length else epoch + run.position.passes_before)
 
     @property
@@ -113,7 +103,7 @@ class EvenedLoader(CoreEvenedLoader):
         return iter(alone)
 
     def __iter__(self) -> Iterator[Any]:
-        run = self._find_run()
+        run = self._trainer._join_run
         batches: Iterator[Any] = iter(self.loader) if run is None else run.go_through(self)
         return batches
 

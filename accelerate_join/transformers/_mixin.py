@@ -181,8 +181,7 @@ class JoinTrainerMixin:
             _warn_of_filled(type(self).__name__)
         if not isinstance(loader, DataLoaderShard):
             return loader
-        rebalances, keeps = trains and self.rebalance, self.placeholder is not None
-        return EvenedLoader(loader, lambda: self._join_run, trains, self.own_shards, rebalances, keeps)
+        return EvenedLoader(loader, self, trains)
 
     def _prepare_own(self, loader: Any, *_: Any, use_seedable_sampler: bool | None = None, **__: Any) -> Any:
         return loader if has_prepared(loader) else prepare_own(self.accelerator, loader, seedable=use_seedable_sampler)

@@ -79,14 +79,11 @@ class Position:
         """Record that a batch is trained on, here or on other ranks."""
         self.taken, self._own, self._is_over = self.taken + 1, step.taken, step.is_last_step
 
-    def to_skip(self, number: int) -> int:
-        """Return how many batches of the resumed pass to skip, if Trainer counts `number` in total."""
-        return number if self._pending is None else self.taken
-
-    def take_rest(self) -> DataLoaderShard | None:
-        """Return, once, this rank's rest of an epoch that other ranks started."""
-        rest, self._rest = self._rest, None
-        return rest
+    def skip(self, loader: DataLoaderShard, number: int) -> Any:
+        """Return this rank's rest of the resumed pass over a loader, if Trainer counts `number` batches in total."""
+        rest, self._rest = self._rest, None  # of an epoch that other ranks started
+        number = number if self._pending is None else self.taken
+        return _compat.skip_first_batches(loader, number) if rest is None else rest
 
     def save(self, folder: str, epoch: float | None, gives: bool) -> None:
         """Write the position into a checkpoint.

@@ -70,7 +70,7 @@ class JoinWarning(UserWarning):
     def warn(cls, text: str) -> None:
         """Warn at the line of user code that led here, or at the outermost line if there is none."""
         frame = sys._getframe(1)
-        while frame.f_back and _package(frame) in _NOT_USERS:
+        while frame.f_back and _package(frame) in NOT_USERS:
             frame = frame.f_back
         known = frame.f_globals
         name, registry = known.get("__name__") or "<string>", known.setdefault("__warningregistry__", {})
@@ -98,7 +98,7 @@ _FRAMEWORKS = (
     "torch torchmetrics lightning lightning_fabric lightning_utilities pytorch_lightning accelerate transformers trl"
     " deepspeed contextlib functools importlib threading"
 )
-_NOT_USERS = _OURS.union(_FRAMEWORKS.split())
+NOT_USERS = _OURS.union(_FRAMEWORKS.split())
 
 
 def _package(frame: FrameType) -> str:

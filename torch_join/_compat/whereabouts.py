@@ -19,17 +19,14 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._base.errors import NOT_USERS
 from torch_join._compat.operators import _C10D_FILE, _COLLECTIVES, _DDP_FORWARD, _ENGINE, _LOGGER_FILE, _frames
 
 _FOLDER = os.path.join(os.path.dirname(_C10D_FILE), "")
 # Where torch waits for its own work, below a function that issues collectives.
 _WAITS = tuple(_FOLDER + name for name in ("fsdp", "tensor", "_functional_collectives", "_composable", "optim"))
 _WRAPS = ("torch._ops", "torch._library", "torch.utils._contextlib")
-_PASSED = {
-    *("torch", "torch_join", "lightning_join", "accelerate_join", "lightning", "pytorch_lightning"),
-    *("lightning_fabric", "lightning_utilities", "accelerate", "transformers", "trl", "deepspeed", "torchmetrics"),
-    *sys.stdlib_module_names,
-}
+_PASSED = NOT_USERS | sys.stdlib_module_names
 _LAST = 8  # the most operations that are listed per group
 
 
