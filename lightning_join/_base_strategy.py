@@ -1,7 +1,7 @@
 """The common part of this package's strategies: everything except running a model's step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -43,7 +43,7 @@ from torch_join.integration import (
 
 # Attributes that exist only in a run. Pickles and copies of a strategy, and of objects that refer to it, omit them.
 _OF_A_RUN = (
-    *("channel", "driver", "join", "metrics", "_step_values", "_manual"),
+    *("channel", "driver", "join", "metrics", "step_values", "_manual"),
     *("sets_up", "gathers_alike", "around_step"),
 )
 # Arguments of `Join` that would otherwise go to DDP, and their replacements.
@@ -61,7 +61,6 @@ class Joining(JoiningStrategy):
     undo: Callable[[], None] | None = None
     # Names in Lightning's messages, and the names to use instead.
     _remedies: ClassVar[dict[str, str]] = {}
-    _step_values: StepValues | None = None
     _timeout: timedelta | None
     monitored = False  # whether a monitor watches the fit that starts
     own_shards = False
@@ -162,7 +161,7 @@ class Joining(JoiningStrategy):
         self.sets_up = True
         self.driver = StepDriver(self.channel, self.options, extract_batch_size)
         self.driver.framework = "lightning.pytorch"
-        self._step_values = self.driver.add(partial(StepValues, strategy=self))
+        self.step_values = self.driver.add(partial(StepValues, strategy=self))
 
     def setup(self, trainer: "Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -227,9 +226,6 @@ class Joining(JoiningStrategy):
         if self.options.enable and trainer is not None and self.world_size == 1:
             load_in_one_process(checkpoint, trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
-
-    def around_update(self, key: str, item: _compat.ResultMetric, value: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self._step_values is None else self._step_values.around_update(key, item, value)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -124,7 +124,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     """Make a plain strategy a joining one with these attributes, until its `undo` is called."""
     callbacks, shards = list(trainer.callbacks), _compat.shards_dataloaders(trainer)
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
-    undo = partial(_undo, trainer, strategy, type(strategy), list(given), on_exception, callbacks, shards)
+    undo = partial(_undo, trainer, type(strategy), on_exception, callbacks, shards)
     vars(strategy).update(given, undo=undo)
     strategy.__class__ = _joining_of(strategy)
     strategy.check_arguments()
@@ -133,20 +133,13 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
 
 
 # A function of the module, because the trainer may be pickled before it is called.
-def _undo(
-    trainer: Any,
-    strategy: Any,
-    plain: type[Strategy],
-    added: list[str],
-    on_exception: list[Any],
-    callbacks: list[Callback],
-    shards: bool,
-) -> None:
+def _undo(trainer: Any, plain: type[Strategy], on_exception: list[Any], callbacks: list[Any], shards: bool) -> None:
+    strategy = trainer.strategy
     strategy.end_joining()
     _compat.set_sharding(trainer, shards)
     give_back(trainer)
     strategy.__class__ = plain
-    for name in (*added, "undo"):
+    for name in ("joinables", "own_shards", "options", "undo"):
         vars(strategy).pop(name, None)
     for callback in on_exception:
         callback.save_on_exception = True

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from lightning_join._compat import ResultMetric
 from torch_join.integration import (
     Channel,
     Lockstep,
@@ -30,6 +29,7 @@ class JoiningStrategy(ParallelStrategy):
         driver: Runs the active ranks' operations on a joined rank in a step; `None` outside of a run.
         join: Knows the active ranks of each step of a fit, and runs the steps of joined ranks; `None` outside of a fit.
         metrics: The module's torchmetrics metrics; `None` outside of a run.
+        step_values: Reduces logged values in a step, a `StepValues`; `None` outside of a run.
         around_step: The contexts around a training step's transfer, then around its hooks.
         gathers_alike: Whether gathered tensors are certain to have the same shape on all ranks.
         sets_up: True during set-up, before any loop runs: the cause of a rank's failure is not reported to other ranks
@@ -43,6 +43,7 @@ class JoiningStrategy(ParallelStrategy):
     driver: StepDriver | None = None
     join: Lockstep | None = None
     metrics: ModuleMetrics | None = None
+    step_values: Any = None
     around_step: ExitStack
     gathers_alike = False
     sets_up = False
@@ -83,10 +84,6 @@ class JoiningStrategy(ParallelStrategy):
 
     def shadow_training_step(self) -> Tensor:
         """Follow the active ranks' `training_step` on a joined rank, and return a scalar zero as the loss."""
-        raise NotImplementedError
-
-    def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
-        """Wrap the update of a logged value: joined ranks take part in the reduction of its step value."""
         raise NotImplementedError
 
 

@@ -6,6 +6,7 @@ Here the ranks first agree on each reduction. A rank that lacks the key uses a n
 infinities for a minimum and a maximum. For a torchmetrics metric it uses its own object and its state, if any.
 """
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_join._compat import ResultCollection, ResultMetric
@@ -24,7 +25,8 @@ class JoinResultCollection(ResultCollection):
     strategy: JoiningStrategy
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        with self.strategy.around_update(key, self[key], value):
+        values = self.strategy.step_values
+        with nullcontext() if values is None else values.around_update(key, self[key], value):
             super().update_metrics(key, value, batch_size)
 
     def metrics(self, on_step: bool) -> Any:

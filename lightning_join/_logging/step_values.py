@@ -6,7 +6,7 @@ monitor equal values on all ranks.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -109,13 +109,12 @@ class StepValues(Participant):
         super().__init__(driver, index)
         self._strategy = strategy
 
-    def around_update(self, key: str, item: ResultMetric, value: Any) -> AbstractContextManager[None]:
-        """Wrap the update of `item` with `value` on an active rank."""
-        is_seen = item.meta.on_step and not self.tail_log.is_quiet()
-        return self._around_update(key, item, value) if is_seen else nullcontext()
-
     @contextmanager
-    def _around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
+    def around_update(self, key: str, item: ResultMetric, value: Any) -> Iterator[None]:
+        """Wrap the update of `item` with `value` on an active rank."""
+        if not item.meta.on_step or self.tail_log.is_quiet():
+            yield
+            return
         if item.is_tensor and is_synced(item.meta.sync):  # the update reduces it
             if self.tail_log.announces:
                 self.announce("log", Logged.of(key, item, value))

@@ -5,7 +5,7 @@ any manual changes to gradients and parameters. At the end of `training_step` th
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -66,12 +66,12 @@ class ManualParticipant(Participant):
         module = self._strategy.lightning_module
         return module is not None and not module.automatic_optimization
 
-    def training_step(self) -> AbstractContextManager[None]:
-        """Wrap an active rank's `training_step`."""
-        return self._training_step() if self.is_used else nullcontext()
-
     @contextmanager
-    def _training_step(self) -> Iterator[None]:
+    def training_step(self) -> Iterator[None]:
+        """Wrap an active rank's `training_step`."""
+        if not self.is_used:
+            yield
+            return
         self._let_buffers_sync()
         with register_optimizer_step_pre_hook(self._refuse_raw_step):
             if self.tail_log.announces:
