@@ -54,7 +54,7 @@ class ActiveOperations(Participant):
 
     def replacing(self) -> AbstractContextManager[None]:
         """In this context, Accelerate's functions call these methods."""
-        return _compat.operations_replaced(self.gather, self.gather_object, self.broadcast, self.reduce)
+        return _compat.operations_replaced(self)
 
     def gather(self, data: Any) -> Any:
         """Return the active ranks' rows of each tensor in `data`, by rank.

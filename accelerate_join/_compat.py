@@ -138,26 +138,23 @@ def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Abstr
 
 
 @contextmanager
-def operations_replaced(
-    gather: Callable[..., Any],
-    gather_object: Callable[..., Any],
-    broadcast: Callable[..., Any],
-    reduce: Callable[..., Any],
-) -> Iterator[None]:
-    """Replace the implementations of these Accelerate operations, also for code that has already imported them.
+def operations_replaced(ours: Any) -> Iterator[None]:
+    """Replace the implementations of Accelerate's operations, also for code that has already imported them.
 
-    `broadcast` and `reduce` get Accelerate's own function as their first argument.
+    Args:
+        ours: Has methods `gather`, `gather_object`, `broadcast` and `reduce`. The last two get Accelerate's own
+            function as their first argument.
     """
     # `reduce` has no private implementation, so the function that its decorator wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     with (
-        setting(cell, cell_contents=partial(reduce, cell.cell_contents)),
+        setting(cell, cell_contents=partial(ours.reduce, cell.cell_contents)),
         setting(
             operations,
-            _gpu_gather=gather,
-            _gpu_gather_object=gather_object,
-            _gpu_broadcast=partial(broadcast, operations._gpu_broadcast),
+            _gpu_gather=ours.gather,
+            _gpu_gather_object=ours.gather_object,
+            _gpu_broadcast=partial(ours.broadcast, operations._gpu_broadcast),
         ),
     ):
         yield

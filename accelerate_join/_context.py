@@ -371,26 +371,20 @@ class AcceleratorContext:
         if reader is not None and reader.pulling:  # the loop is over an object that contains it, such as a zip
             yield from own_iter(loader)
         else:
-            counts = self._driver.counts
-            gives = self._driver.options.rebalance
-            readers: list[Any] = []  # the reader of this loop, once it exists
-
-            def trained_on() -> int:
-                return readers[0].trained_on if readers else 0
-
-            iteration = getattr(loader, "iteration", 0)
-            begun = _positions.going_through(self._accelerator, loader, own_iter, trained_on, gives)
-            with begun as (own, iterate, is_at_end, note_batch):
-                for batch in self._driver.go_through(own, partial(PreparedReader, iterate, counts, is_at_end)):
-                    readers = readers or [self._driver.reader]
+            iteration, options = getattr(loader, "iteration", 0), self._driver.options
+            begun = _positions.going_through(self._accelerator, loader, options.rebalance)
+            with begun as (own, is_at_end, loop):
+                reader_of = partial(PreparedReader, partial(loop.iterate, own_iter), self._driver.counts, is_at_end)
+                for batch in self._driver.go_through(own, reader_of):
+                    loop.reader = loop.reader or self._driver.reader
                     if (placeholders := self._driver.placeholders) is not None and placeholders.joined:
                         # Look like an active rank: here Accelerate's own loop has ended, and has counted the epoch.
                         with _compat.active_loader(loader), setting(loader, iteration=iteration):
                             yield batch
                     else:
-                        note_batch()
+                        loop.has_batch = True
                         yield batch
-                if self._driver.options.placeholder is not None and hasattr(loader, "iteration"):
+                if options.placeholder is not None and hasattr(loader, "iteration"):
                     loader.iteration = iteration + 1  # Accelerate does not count an epoch without batches
 
     def note_epoch(self, loader: Any) -> None:

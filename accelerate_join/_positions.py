@@ -4,7 +4,7 @@ Each process writes its own `join_position_<rank>.bin` beside Accelerate's files
 no communication: a script may let only the main process save.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -47,11 +47,21 @@ class _Begun:
 
     iteration: int
     order: Order
-    taken: Callable[[], int | None]  # how many batches were trained on with this number of processes
+    before: int | None  # how many batches were trained on before it with this number of processes
     deals: list[Deal]  # of earlier jobs with other numbers of processes in this epoch
     gives: bool  # whether other processes may train on some of the batches
+    reader: Any = None  # while it runs, once it has a batch
     is_over: bool = False
     has_batch: bool = False
+
+    @property
+    def taken(self) -> int | None:
+        """How many batches were trained on with this number of processes."""
+        return self.before if self.before is None or self.reader is None else self.before + self.reader.trained_on
+
+    def iterate(self, own_iter: Iterate, loader: PreparedLoader) -> Iterator[Any]:
+        """Yield a loader's batches as Accelerate's `own_iter` does, in the order to restore."""
+        return own_iter(loader) if self.deals else self.order.go_through(own_iter(loader))
 
 
 _begun: WeakKeyDictionary[Any, _Begun] = WeakKeyDictionary()
@@ -60,24 +70,17 @@ _loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where t
 
 @contextmanager
 def going_through(
-    accelerator: accelerate.Accelerator,
-    loader: PreparedLoader,
-    own_iter: Iterate,
-    trained_on: Callable[[], int],
-    gives: bool,
-) -> Iterator[tuple[PreparedLoader, Iterate, bool, Callable[[], None]]]:
+    accelerator: accelerate.Accelerator, loader: PreparedLoader, gives: bool
+) -> Iterator[tuple[PreparedLoader, bool, _Begun]]:
     """Wrap a loop over `loader`: record its position, and restore the order of a checkpoint from mid-loop.
 
     Args:
         accelerator: The accelerator that has prepared it.
         loader: The loader of the loop; possibly the rest of a prepared one.
-        own_iter: Accelerate's `__iter__` of the loader's class.
-        trained_on: Returns how many of this process's batches were trained on in the loop.
-        gives: Whether other processes may train on some of them.
+        gives: Whether other processes may train on some of its batches.
 
     Returns:
-        The loader to iterate over; the replacement of `own_iter`; whether this process has no batch left; a function to
-        call for each batch.
+        The loader to iterate over; whether this process has no batch left; the loop.
 
     Raises:
         JoinError: The loaded state belongs to another process.
@@ -107,23 +110,11 @@ def going_through(
         is_at_end = True  # the epoch to skip into has ended: it yields no batch, and its order is not drawn again
     elif resumed and _is_stateful(loader):
         before = place["taken"]
-
-    def taken() -> int | None:
-        return None if before is None else before + trained_on()
-
-    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order, taken, deals, gives)
-
-    def note_batch() -> None:
-        loop.has_batch = True
-
-    def iterate(loader: PreparedLoader) -> Iterator[Any]:
-        return own_iter(loader) if deals else order.go_through(own_iter(loader))
-
+    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order, before, deals, gives)
     try:
-        yield loader, iterate, is_at_end, note_batch
+        yield loader, is_at_end, loop
     finally:
-        count = taken()
-        loop.taken = lambda: count
+        loop.before, loop.reader = loop.taken, None
     loop.is_over = True
 
 
@@ -358,7 +349,7 @@ def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     iteration = getattr(loader, "iteration", 0)
     is_in_it = iteration == begun.iteration  # Accelerate does not count an epoch that was resumed
     amid = is_in_it and not is_last and not begun.is_over
-    dealer, taken = dealer_of(loader), begun.taken() if amid else 0
+    dealer, taken = dealer_of(loader), begun.taken if amid else 0
     has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
     return {
         "iteration": iteration + (is_in_it and not amid),

@@ -28,6 +28,7 @@ class EvenedLoader(CoreEvenedLoader):
 
     Attributes:
         owns: Whether the dataset belongs to this rank only.
+        all_examples: By rank, like `lengths`, the number of samples in its dataset.
         remainder: 0, since no sample occurs twice; Accelerate reads it.
     """
 
@@ -39,12 +40,8 @@ class EvenedLoader(CoreEvenedLoader):
         super().__init__(loader, empty, trains, trains and trainer.rebalance, keeps)
         self.owns: bool = trainer.own_shards
         self._trainer = trainer
-        self._examples: Sequence[int | None] = ()
+        self.all_examples: Sequence[int | None] = ()
         self.resumes_stream = False
-
-    def tell(self, lengths: Sequence[int | None], examples: Sequence[int | None]) -> None:
-        """Store the number of batches of each rank, and the number of samples in its dataset."""
-        self.lengths, self._examples = lengths, examples
 
     @property
     def own_examples(self) -> int | None:
@@ -54,7 +51,7 @@ class EvenedLoader(CoreEvenedLoader):
     @property
     def examples(self) -> int | None:
         """The number of samples in all ranks' datasets; `None` if unknown."""
-        numbers = self._examples or [self.own_examples]
+        numbers = self.all_examples or [self.own_examples]
         if not self.owns:
             return numbers[0]
         return None if None in numbers else sum(number or 0 for number in numbers)
@@ -84,7 +81,7 @@ class EvenedLoader(CoreEvenedLoader):
         rest.resumes_stream = self._has_no_length
         skip = _compat.skip_first_batches if run is None else run.position.skip
         rest.loader = skip(self.loader, number)
-        rest.tell((), ())
+        rest.lengths = rest.all_examples = ()
         return rest
 
     def set_epoch(self, epoch: int) -> None:

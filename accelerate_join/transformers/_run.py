@@ -150,10 +150,9 @@ class Run:
         """Exchange the lengths of all ranks' loaders; all ranks call this."""
         mine = loader.length, loader.own_examples, bool(self._monitors)
         everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
-        lengths, examples, monitored = zip(*everyone, strict=True)
+        loader.lengths, loader.all_examples, monitored = zip(*everyone, strict=True)
         check_monitored(monitored)
-        loader.tell(lengths, examples)
-        dealt = examples if deals_out(loader.loader) else [None]
+        dealt = loader.all_examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
             JoinDataWarning.warn(text)
 
