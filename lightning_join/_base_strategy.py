@@ -17,12 +17,11 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from lightning_join import _compat
-from lightning_join._checks import check_module, check_optimizers
+from lightning_join._checks import check_module, check_optimizers, check_packages
 from lightning_join._collectives import active_places, is_mean, neutral
 from lightning_join._logging.step_values import StepValues, logging_nothing
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
-from lightning_join._packages import check_packages
 from lightning_join._reading.samplers import mark_injected, without_padding
 from lightning_join._strategy_protocol import JoiningStrategy
 from lightning_join._training.joinables import all_joinables, run_post_hooks_in_one_process

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.join import Joinable
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
+from lightning_join._checks import check_trainer
 from lightning_join._loops.takeover import give_back
-from lightning_join._packages import check_trainer
 from lightning_join._sharded import DeepSpeedJoinStrategy, FSDPJoinStrategy, ModelParallelJoinStrategy
 from lightning_join._strategy import DDPJoinStrategy
 from torch_join import JoinTypeError, JoinValueError, Weighting

@@ -1,7 +1,12 @@
-"""Checks, before training starts, for features that do not support uneven inputs."""
+"""Checks before training starts: for features that do not support uneven inputs, and objects of `pytorch_lightning`.
+
+The classes of that package differ from those of `lightning.pytorch`. Nothing here imports it: the names of their
+modules show which objects belong to it.
+"""
 
 from collections.abc import Sequence
 
+import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -10,7 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_join import _compat
-from torch_join import UnsupportedError
+from torch_join import JoinTypeError, UnsupportedError
+
+_OTHER = "pytorch_lightning"
+_REMEDY = (
+    "Import Trainer, LightningModule, callbacks and the rest from `lightning.pytorch`; or all of them from"
+    " `pytorch_lightning`, with `import pytorch_lightning_join` instead of `import lightning_join`."
+)
 
 
 def check_strategy(strategy: DDPStrategy) -> None:
@@ -60,3 +71,36 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward. Set"
                 " overlap_with_ddp=False."
             )
+
+
+def check_packages(trainer: "pl.Trainer") -> None:
+    """Raise if a callback or the datamodule of `trainer` comes from `pytorch_lightning`.
+
+    Lightning's trainer rejects a module from that package itself, before it has a strategy. But it accepts callbacks by
+    the names of their hooks, so Lightning's own `isinstance` checks would miss them.
+
+    Raises:
+        JoinTypeError: With the import to use.
+    """
+    for part in (*trainer.callbacks, trainer.datamodule):  # type: ignore[attr-defined]
+        if isinstance(part, (pl.Callback, pl.LightningDataModule)):
+            continue
+        for base in type(part).__mro__:
+            if base.__module__.startswith(f"{_OTHER}."):
+                raise JoinTypeError(
+                    f"{type(part).__name__} is a {base.__name__} of `{_OTHER}`, but the Trainer and lightning_join"
+                    f" are of `lightning.pytorch`, which does not accept classes of the other package. {_REMEDY}"
+                )
+
+
+def check_trainer(trainer: object, callback: pl.Callback) -> None:
+    """Raise if one of this package's callbacks runs in a trainer that is not from `lightning.pytorch`.
+
+    Raises:
+        JoinTypeError: With the import to use.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        raise JoinTypeError(
+            f"lightning_join.{type(callback).__name__}, which is for `lightning.pytorch`, was passed to a Trainer of"
+            f" `{type(trainer).__module__.partition('.trainer')[0]}`. {_REMEDY}"
+        )

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._callback import JOINING, JoinCallback
-from lightning_join._packages import check_trainer
+from lightning_join._checks import check_trainer
 from lightning_join._strategy_protocol import rebalancing_of
 from torch_join import JoinMonitor as CoreMonitor
 from torch_join import JoinPerformanceWarning, JoinTypeError, JoinValueError

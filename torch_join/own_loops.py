@@ -26,7 +26,7 @@ from torch_join._base.errors import (
     shorten_traceback,
 )
 from torch_join._compat.ddp import differentiable
-from torch_join._compat.torchrun import forget_victim
+from torch_join._compat.launchers import forget_victim
 from torch_join._control.failures import telling_failures
 from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver

@@ -29,7 +29,7 @@ from lightning_join._loops.user_code import (
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
-from lightning_join._training.learning_rates import check_plateaus
+from lightning_join._training.alike import check_plateaus
 from torch_join import JoinDataWarning, JoinError, UnsupportedError
 from torch_join.integration import PlaceholderLockstep, setting
 

@@ -1,4 +1,4 @@
-"""The evaluation loop on uneven dataloaders, including empty ones.
+"""The evaluation and prediction loops on uneven dataloaders, including empty ones.
 
 Evaluation needs no shadow steps: ranks process their batches independently. A rank at the end of a dataloader
 serves the collectives of the other ranks' steps, until they reach it too.
@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_join._compat import EvaluationLoop
+from lightning_join._compat import EvaluationLoop, PredictionLoop
 from lightning_join._logging.results import JoinResultCollection, check_monitored
 from lightning_join._logging.step_values import drop_own_step_values
 from lightning_join._loops.evaluation_rounds import InRounds
@@ -99,3 +99,31 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         if not trainer.sanity_checking:
             connector.update_eval_step_metrics(self._seen_batches_per_dataloader[index])
             self._seen_batches_per_dataloader[index] += 1
+
+
+class JoinPredictionLoop(InRounds, PredictionLoop):
+    """Lightning's prediction loop for ranks that may have different numbers of batches, or none."""
+
+    _stage = RunningStage.PREDICTING
+    _limits_name = "max_batches"
+
+    @property
+    def _step_name(self) -> str:
+        return "predict_step"
+
+    def run(self) -> Any:
+        with strategy_of(self.trainer).around_run():
+            return super().run()
+
+    def _predict_step(self, *args: Any) -> None:
+        if not self._rounds.places:
+            super()._predict_step(*args)
+            return
+        with NoStopIteration():
+            self._finish_rounds(args[2])
+            with self._rounds.step(args[0]):
+                super()._predict_step(*args)
+
+    def on_run_end(self) -> Any:
+        self._finish_rounds()
+        return super().on_run_end()

@@ -29,8 +29,8 @@ from lightning_join._reading.combined import states_in
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
+from lightning_join._training.alike import take_unfrozen_parameters
 from lightning_join._training.tuning import is_finding_learning_rate
-from lightning_join._training.unfreezing import take_unfrozen_parameters
 from torch_join import JoinDataWarning, JoinError, JoinValueError, JoinWarning, UnsupportedError
 from torch_join.integration import VERSION, LoaderPlace, Resuming, name_ranks, setting, steps_of
 

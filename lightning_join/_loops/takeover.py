@@ -13,10 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_join import _compat
 from lightning_join._logging.results import JoinResultCollection
 from lightning_join._loops.epoch import JoinEpochLoop
-from lightning_join._loops.evaluation import JoinEvaluationLoop
+from lightning_join._loops.evaluation import JoinEvaluationLoop, JoinPredictionLoop
 from lightning_join._loops.fit import JoinFitLoop
 from lightning_join._loops.optimization import JoinAutomaticOptimization, JoinManualOptimization
-from lightning_join._loops.prediction import JoinPredictionLoop
 from lightning_join._loops.progress import JoinBatchProgress
 from lightning_join._loops.signals import JoinSignalConnector
 from lightning_join._strategy_protocol import JoiningStrategy

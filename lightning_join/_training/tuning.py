@@ -1,15 +1,13 @@
 """The learning rate finder: it uses the losses of all ranks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_join._compat import LRCallback
 from lightning_join._strategy_protocol import join_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class JoinLRCallback(LRCallback):
@@ -19,7 +17,7 @@ class JoinLRCallback(LRCallback):
     """
 
     def on_train_batch_end(
-        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         join = join_of(trainer)
         loss = outputs if isinstance(outputs, Tensor) else (outputs or {}).get("loss")
@@ -31,7 +29,7 @@ class JoinLRCallback(LRCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
-def is_finding_learning_rate(trainer: "Trainer") -> bool:
+def is_finding_learning_rate(trainer: Trainer) -> bool:
     """Whether this fit is a run of the learning rate finder; if so, make its callback a `JoinLRCallback`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LRCallback):

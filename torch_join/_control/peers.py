@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch_join._base.errors import PeerFailedError, name_ranks
-from torch_join._compat.torchrun import note_victim
+from torch_join._compat.launchers import note_victim
 from torch_join._control.processes import Process
 
 _SUSPECT_SECONDS = 0.9

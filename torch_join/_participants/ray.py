@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from torch_join._base.attributes import replace
 from torch_join._base.errors import UnsupportedError, name_ranks
-from torch_join._compat import ray as _compat
+from torch_join._compat import launchers as _compat
 from torch_join._participants.participant import Driver, Participant
 
 

@@ -24,8 +24,8 @@ from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError, JoinTypeError, JoinValueError, UnsupportedError
 from torch_join._base.weighting import Weighting, Window, finite, loss_factor
 from torch_join._compat import ddp as _compat
+from torch_join._compat.modules import split_backwards
 from torch_join._compat.operators import in_backward
-from torch_join._compat.pipelining import split_backwards
 from torch_join._schedule.active_ranks import ReadStep
 
 _Name = Literal["last", "rows"]
