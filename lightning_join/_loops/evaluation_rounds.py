@@ -26,6 +26,7 @@ class Rounds:
     Attributes:
         index: The number of the current round.
         places: The dataloaders that are read in each round.
+        is_planned: Whether this rank's lengths are not known until its dataloaders are iterated.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -33,6 +34,7 @@ class Rounds:
         loader, everyone, most = loop._combined_loader, loop._everyone, loop.most_batches
         resumed = loop.batch_progress.current.ready > 0  # so that nothing is certain
         self._rank = self._strategy.channel.rank
+        self.is_planned = any(everyone[self._rank].planned)
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # the ranks that have ended the round, if numbers are uncertain
@@ -182,7 +184,7 @@ class InRounds:
 
     def setup_data(self: Any) -> None:
         before = getattr(self, self._limits_name)
-        with evened(self, self.measure):
+        with evened(self):
             super().setup_data()  # type: ignore[misc]
         if getattr(self, self._limits_name) is before:
             self._look_again()
@@ -210,7 +212,7 @@ class InRounds:
         with setting(self, **{self._limits_name: before}):
             super().reset()  # type: ignore[misc]
         self._rounds = Rounds(self)
-        if not read_in_rounds(self._data_fetcher, self._rounds, any(mine.planned)):
+        if not read_in_rounds(self._data_fetcher, self._rounds):
             self._rounds.places.clear()  # `predict_step(dataloader_iter)` reads its own batches: no rank can serve it
 
     def _finish_rounds(self, until: int | None = None) -> None:

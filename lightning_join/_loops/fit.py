@@ -17,10 +17,10 @@ from lightning_join._loops.resuming import (
     KEY,
     as_state,
     check_limit,
-    check_world,
     is_dealt_anew,
     of_lightning,
     record_in,
+    warn_of_other_ranks,
     why_unknown,
 )
 from lightning_join._loops.user_code import NoStopIteration, after_hook
@@ -75,9 +75,7 @@ class JoinFitLoop(FitLoop):
     def setup_data(self) -> None:
         before, trainer = self._data_fetcher, self.trainer
         # Each rank's state goes to its own dataloaders, when the epoch starts.
-        measure = partial(_loaders.measure, RunningStage.TRAINING, limit=trainer.limit_train_batches)
-        lengths = evened(self, measure, self._check_interval)
-        with lengths, setting(self, _combined_loader_states_to_load=[]):
+        with evened(self, self._check_interval), setting(self, _combined_loader_states_to_load=[]):
             super().setup_data()
         loader = self._combined_loader
         if loader is None or self._data_fetcher is before:
@@ -87,7 +85,7 @@ class JoinFitLoop(FitLoop):
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
-        everyone = self.measure()
+        everyone = self._exchange_lengths()
         _loaders.check(everyone)
         _loaders.warn(everyone)
         iter(fetcher)
@@ -98,7 +96,11 @@ class JoinFitLoop(FitLoop):
         assert isinstance(self._data_fetcher, ReadAheadFetcher)
         return self._data_fetcher
 
-    def measure(self) -> Sequence[_loaders.Loaders]:
+    def measure(self, loaders: Sequence[Any]) -> _loaders.Loaders:
+        """Measure this rank's dataloaders."""
+        return _loaders.measure(RunningStage.TRAINING, loaders, self.trainer.limit_train_batches)
+
+    def _exchange_lengths(self) -> Sequence[_loaders.Loaders]:
         """Exchange the ranks' numbers of batches, and use those of the longest rank; all ranks meet.
 
         They hold until the dataloaders are iterated: a loader that plans its batches anew knows its number only then.
@@ -182,7 +184,7 @@ class JoinFitLoop(FitLoop):
         assert self._combined_loader is not None
         for part in self._combined_loader.flattened:
             _compat.set_sampler_epoch(part, self.epoch_progress.current.processed)  # type: ignore[attr-defined]
-        self.measure()  # lengths may change with the epoch
+        self._exchange_lengths()  # they may change with the epoch
         super().on_advance_start()
         take_unfrozen_parameters(strategy_of(self.trainer))
         metrics_of(self.trainer).renew()  # hooks may have made metrics
@@ -413,8 +415,10 @@ class JoinFitLoop(FitLoop):
                 " does not show which batches each rank has used. Resume with rebalance=True, or from a checkpoint"
                 " written at the end of an epoch."
             )
-        if is_other:
-            check_world(record, trainer.world_size, is_over, trainer.limit_train_batches)
+        if is_other and (is_over or not record["step"]):
+            warn_of_other_ranks(record, trainer.world_size)
+        elif is_other:
+            check_limit(trainer.limit_train_batches)
         elif resumes:
             self._resumed = record
             if is_dealt_anew(record, trainer.world_size):

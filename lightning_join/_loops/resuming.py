@@ -84,37 +84,23 @@ def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
     if not fitting or record is None or len(record["places"]) == 1:
         return
     epochs = state["epoch_progress"]["current"]
-    check_world(record, 1, is_over=epochs["ready"] == epochs["processed"], limit=0)
+    if epochs["ready"] != epochs["processed"] and record["step"]:
+        raise UnsupportedError(
+            f"The checkpoint was written in the middle of an epoch by {len(record['places'])} ranks, but this job has"
+            " one process, which runs Lightning's own loops. Resume with as many ranks, or from a checkpoint written at"
+            " the end of an epoch."
+        )
+    warn_of_other_ranks(record, 1)
     state["state_dict"].pop("combined_loader", None)
 
 
-def check_world(record: dict[str, Any], world_size: int, is_over: bool, limit: float) -> None:
-    """Raise if a different number of ranks wrote a checkpoint in the middle of an epoch, and its rest is unknown.
-
-    Args:
-        record: The return value of `record_in`.
-        world_size: The number of ranks now.
-        is_over: Whether the epoch is over.
-        limit: The part of the dataloaders that is used.
-
-    Raises:
-        UnsupportedError: The rest is unknown.
-    """
-    world, places = len(record["places"]), record["places"]
-    if not is_over and record["step"] and world_size > 1:
-        return check_limit(limit)
-    if not is_over and record["step"]:
-        raise UnsupportedError(
-            f"The checkpoint was written in the middle of an epoch by {world} ranks, but this job has one process,"
-            " which runs Lightning's own loops. Resume with as many ranks, or from a checkpoint written at the end of"
-            " an epoch."
-        )
-    if not all(place and place.get("dealt") for place in places):
+def warn_of_other_ranks(record: dict[str, Any], world_size: int) -> None:
+    """Warn if the positions at an epoch's end cannot be used, because a different number of ranks wrote them."""
+    if not all(place and place.get("dealt") for place in record["places"]):
         rank_zero_only(JoinDataWarning.warn)(
-            f"The checkpoint was written by {world} ranks and this job has {world_size}, so the states of its"
-            " dataloaders are ignored, and the next epoch starts from the beginning."
+            f"The checkpoint was written by {len(record['places'])} ranks and this job has {world_size}, so the states"
+            " of its dataloaders are ignored, and the next epoch starts from the beginning."
         )
-    return None
 
 
 def check_limit(limit: float) -> None:

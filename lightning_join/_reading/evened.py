@@ -37,11 +37,7 @@ class EvenedLoader:
 
 
 @contextmanager
-def evened(
-    loop: Any,
-    measure: Callable[[Sequence[Any]], Loaders],
-    check: Callable[[Sequence[Loaders]], None] | None = None,
-) -> Iterator[None]:
+def evened(loop: Any, check: Callable[[Sequence[Loaders]], None] | None = None) -> Iterator[None]:
     """Make Lightning set up a loop with the same lengths on all ranks; then the loop has this rank's dataloaders.
 
     Lightning takes all numbers of a loop from its dataloaders' lengths. When it reads the first length, all ranks
@@ -50,8 +46,7 @@ def evened(
     If Lightning waits for all ranks in the setup, one rank's failure is reported to them.
 
     Args:
-        loop: The loop.
-        measure: Measures this rank's dataloaders.
+        loop: The loop, whose `measure` measures this rank's dataloaders.
         check: Called with each rank's measurement, before Lightning takes any number from it.
 
     Raises:
@@ -63,7 +58,7 @@ def evened(
     def find_longest(place: int) -> int | float:
         """Return the largest number of batches of any rank; all ranks meet, unless they have met for this loader."""
         if place >= len(longest):
-            everyone = exchange(strategy.channel, measure(loaders))
+            everyone = exchange(strategy.channel, loop.measure(loaders))
             longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
             if check is not None:
                 check(everyone)

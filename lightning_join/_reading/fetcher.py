@@ -34,27 +34,20 @@ class _RoundsFetcher(PrefetchDataFetcher):
     """Reads no batch beyond its round, even if Lightning does not know that limit; if planned, it reads none ahead."""
 
     rounds: Any
-    is_planned = False
 
     def __next__(self) -> Any:
         if self.rounds.over:
             raise StopIteration
-        return self.batches.pop(0) if self.is_planned and self.batches else super().__next__()
+        return self.batches.pop(0) if self.rounds.is_planned and self.batches else super().__next__()
 
 
-def read_in_rounds(fetcher: Any, rounds: Any, is_planned: bool) -> bool:
-    """Make the fetcher of an evaluation or a prediction follow its rounds; return whether it reads batches at all.
-
-    Args:
-        fetcher: The fetcher.
-        rounds: Its `Rounds`.
-        is_planned: Whether lengths are not known yet, so that only the limits of the rounds count.
-    """
+def read_in_rounds(fetcher: Any, rounds: Any) -> bool:
+    """Make the fetcher of an evaluation or a prediction follow its `Rounds`; return whether it reads batches at all."""
     if type(fetcher) is not PrefetchDataFetcher:
         return False
     fetcher.__class__ = _RoundsFetcher
-    vars(fetcher).update(rounds=rounds, is_planned=is_planned)
-    if is_planned:
+    vars(fetcher)["rounds"] = rounds
+    if rounds.is_planned:  # only the limits of the rounds count
         fetcher.length, fetcher.done = None, fetcher.done and fetcher.length is None
     return True
 

@@ -44,11 +44,12 @@ class ManualParticipant(Participant):
         "end": tuple[list[Any], list[list[dict[str, Any]]]],
     }
 
+    driver: StepDriver
+
     def __init__(
         self, driver: StepDriver, index: int, strategy: DDPStrategy, lockstep: LockstepJoin, shadow: ModelShadow
     ) -> None:
         super().__init__(driver, index)
-        self._driver = driver
         self._strategy = strategy
         self._lockstep = lockstep
         self._stepping = self._in_backward = False
@@ -103,13 +104,13 @@ class ManualParticipant(Participant):
         if not self.members.serves and self._lockstep.loss_factor != 1.0:
             loss = loss * self._lockstep.loss_factor
         # Joined ranks run these hooks themselves. Changes to the graph are detected.
-        with self._driver.tail_log.on_all_ranks():
+        with self.driver.tail_log.on_all_ranks():
             strategy.pre_backward(loss)
             loss = precision.pre_backward(loss, module)
         around = self._shadow.step(shadow=True) if is_nothing else self._lockstep.leaving_out()
         with setting(self, _in_backward=True), around:
             precision.backward(loss, module, None, *args, **kwargs)
-        with self._driver.tail_log.on_all_ranks():
+        with self.driver.tail_log.on_all_ranks():
             loss = precision.post_backward(loss, module)
             strategy.post_backward(loss)
         self._shadow.first.finish_watching()
@@ -151,7 +152,7 @@ class ManualParticipant(Participant):
                     "step", (self._strategy.optimizers.index(optimizer), group_options(optimizer), options)
                 )
             # From here on, joined ranks run the same code.
-            rest.enter_context(self._driver.tail_log.on_all_ranks())
+            rest.enter_context(self.driver.tail_log.on_all_ranks())
             return result
 
         with setting(self, _stepping=True), ExitStack() as rest:
