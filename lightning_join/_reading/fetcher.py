@@ -81,6 +81,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self.resuming = resuming
         self.keeper: Any = None
         self._position: Any = None  # a `Position`, once this epoch has started
+        self._guard: RefillGuard  # from then on
         self.is_over = False
         self.reset()
 
@@ -106,7 +107,6 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self._nones: list[int] = []  # for each batch that was `None`: how many others were read before
         self._reserved: deque[list[Any]] = deque()  # the batches of each planned step
         self._in_step = 0  # the number of batches of the current step
-        self._guard: RefillGuard | None = None
 
     def measure(self) -> Loaders:
         """Return, and store, the numbers of batches that the dataloaders report now."""
@@ -239,7 +239,6 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
 
     def give(self) -> None:
         """Record that from now on batches go to other ranks."""
-        assert self._guard is not None
         self._guard.gives = True
 
     def reserve(self, count: int) -> list[Any]:
@@ -254,7 +253,6 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self._in_step = len(self._reserved.popleft())
 
     def _read(self) -> Any:
-        assert self._guard is not None
         if self.length is not None and self.fetched >= self.length and not self._may_have_more:
             raise StopIteration
         try:
