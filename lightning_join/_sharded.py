@@ -73,11 +73,6 @@ class Sharded(Joining):
             )
         return output
 
-    def shadow_training_step(self) -> Tensor:
-        assert self.join is not None
-        with self.precision_plugin.train_step_context():
-            return self.join.shadow_forward()
-
 
 class _WholeResultLauncher(_compat.MultiProcessingLauncher):
     """Returns the complete weights to the main process; Lightning's launcher returns only the shard of rank 0."""

@@ -116,10 +116,10 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         return NOTHING if output is None and self.lightning_module.automatic_optimization else output  # type: ignore[return-value]
 
     def shadow_training_step(self) -> Tensor:
-        assert isinstance(self.join, LockstepJoin)
-        assert self._manual is not None
+        if self._manual is None or not self._manual.is_used:
+            return super().shadow_training_step()
         with self.precision_plugin.train_step_context():
-            return self._manual.shadow_step() if self._manual.is_used else self.join.shadow_forward()
+            return self._manual.shadow_step()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._manual is not None and self._manual.is_used:

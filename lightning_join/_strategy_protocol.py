@@ -84,7 +84,9 @@ class JoiningStrategy(ParallelStrategy):
 
     def shadow_training_step(self) -> Tensor:
         """Follow the active ranks' `training_step` on a joined rank, and return a scalar zero as the loss."""
-        raise NotImplementedError
+        assert self.join is not None
+        with self.precision_plugin.train_step_context():
+            return self.join.shadow_forward()
 
 
 def strategy_of(trainer: "pl.Trainer") -> JoiningStrategy:
