@@ -432,13 +432,8 @@ class _SizeCheckingSampler:
     """
 
     def __init__(self, shard: Any) -> None:
-        self._sampler = shard.batch_sampler
-        self._last_of_round = 0 if shard.split_batches else shard.num_processes - 1
+        self._sampler, self.batch_size = shard.batch_sampler, shard.batch_size
         self._batches_per_round = 1 if shard.split_batches else shard.num_processes
-        self.batch_size = shard.batch_size
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         unequal = -1  # the index of a batch with another size
@@ -449,6 +444,6 @@ class _SizeCheckingSampler:
                     " is not the last one, has a different size, so Accelerate would silently drop batches. If the"
                     " batch sampler's batches vary in size, delete its `batch_size` attribute or set it to None."
                 )
-            if index % self._batches_per_round == self._last_of_round and len(batch) != self.batch_size:
+            if (index + 1) % self._batches_per_round == 0 and len(batch) != self.batch_size:
                 unequal = index
             yield batch

@@ -187,8 +187,7 @@ class JoinTrainerMixin:
         return loader if has_prepared(loader) else prepare_own(self.accelerator, loader, seedable=use_seedable_sampler)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        given = [each for each in (*args, *kwargs.values()) if each is not None]
-        dataset = given[0] if given else self.train_dataset
+        dataset = next((each for each in (*args, *kwargs.values()) if each is not None), self.train_dataset)
         if self.own_shards and length_of(dataset) == 0:
             return SequentialSampler(dataset)  # torch does not shuffle an empty dataset
         return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]

@@ -38,29 +38,27 @@ class Logged:
     Attributes:
         key: Its key in the collection.
         fields: Its metadata.
+        sync: Whether it was logged with `sync_dist=True`, and with `rank_zero_only=True`.
         dtype: Its dtype; `None` for a torchmetrics metric.
         on_cpu: Whether it is on the CPU instead of the rank's device.
-        synced: Whether it was logged with `sync_dist=True`.
-        rank_zero_only: Whether it was logged with `rank_zero_only=True`.
     """
 
     key: str
     fields: dict[str, Any]
+    sync: tuple[bool, bool]
     dtype: torch.dtype | None
     on_cpu: bool
-    synced: bool
-    rank_zero_only: bool
 
     @classmethod
     def of(cls, key: str, item: ResultMetric, value: Tensor | None) -> "Logged":
         """Describe `value`, an item's current or next value; `None` for a torchmetrics metric."""
         fields = {name: value for name, value in vars(item.meta).items() if name != "_sync"}
         fields["reduce_fx"] = item.meta.reduce_fx.__name__  # the function itself cannot be pickled
-        how = {"synced": item.meta.sync.should, "rank_zero_only": item.meta.sync.rank_zero_only}
+        sync = item.meta.sync.should, item.meta.sync.rank_zero_only
         if value is None:
-            return cls(key, fields, None, on_cpu=False, **how)
+            return cls(key, fields, sync, None, on_cpu=False)
         dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default_dtype()
-        return cls(key, fields, dtype, value.device.type == "cpu", **how)
+        return cls(key, fields, sync, dtype, value.device.type == "cpu")
 
     def __str__(self) -> str:
         return f"`self.log({self.fields['name']!r}, on_step=True, sync_dist=True)` in `{self.fields['fx']}`"
@@ -70,7 +68,7 @@ class Logged:
         item = results.get(self.key)
         if item is None or item.has_reset:
             meta = Metadata(**self.fields)
-            meta.sync = Sync(_should=self.synced, fn=strategy.reduce, rank_zero_only=self.rank_zero_only)
+            meta.sync = Sync(_should=self.sync[0], fn=strategy.reduce, rank_zero_only=self.sync[1])
             device = "cpu" if self.on_cpu else strategy.root_device
             item = results[self.key] = ResultMetric(meta, is_tensor=self.dtype is not None).to(device)
             is_metric = self.dtype is None

@@ -130,9 +130,7 @@ def check(everyone: Sequence[Loaders]) -> None:
 
 def total_length(loader: CombinedLoader, limits: Sequence[int | float]) -> int | float:
     """Return the number of batches of a loader that reads its parts side by side: that of the shortest or longest."""
-    if not limits:
-        return 0
-    return min(limits) if loader._mode == "min_size" else max(limits)
+    return (min if loader._mode == "min_size" else max)(limits, default=0)
 
 
 def warn_of_missing(rank: int, claimed: int, end: int) -> None:
