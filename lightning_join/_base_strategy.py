@@ -1,7 +1,7 @@
 """The common part of this package's strategies: everything except running a model's step."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_join import _compat
 from lightning_join._checks import check_module, check_optimizers, check_packages
 from lightning_join._collectives import active_places, is_mean, neutral
-from lightning_join._logging.step_values import StepValues, logging_nothing
+from lightning_join._logging.step_values import StepValues, counting_nothing
 from lightning_join._loops.resuming import load_in_one_process
 from lightning_join._loops.takeover import take_over
 from lightning_join._reading.samplers import mark_injected, without_padding
@@ -257,10 +257,7 @@ class Joining(JoiningStrategy):
         """Run `training_step` on a batch or, on a finished rank, on a placeholder, without logging its values."""
         assert self.join is not None
         assert self.lightning_module is not None
-        with ExitStack() as stack:
-            stack.enter_context(self.join.active_step())
-            if self.join.joined:
-                stack.enter_context(self.counting_nothing())
+        with self.join.active_step(), counting_nothing(self) if self.join.joined else nullcontext():
             output = own(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             raise UnsupportedError(
@@ -269,15 +266,6 @@ class Joining(JoiningStrategy):
                 " batches from the dataloader."
             )
         return output
-
-    @contextmanager
-    def counting_nothing(self) -> Iterator[None]:
-        assert self.metrics is not None
-        trainer: Any = _compat.trainer_of(self.lightning_module)
-        self.metrics.renew()
-        results = trainer._results  # a prediction has none
-        with self.metrics.aside(), nullcontext() if results is None else logging_nothing(results):
-            yield
 
     @property
     def all_call(self) -> bool:

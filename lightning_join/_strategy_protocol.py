@@ -1,7 +1,7 @@
 """The strategy's interface for the other modules of this package, and functions that get it from a trainer."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,10 +74,6 @@ class JoiningStrategy(ParallelStrategy):
             self.channel.close(meets=True)
         else:
             self.channel.gather(None)
-
-    def counting_nothing(self) -> AbstractContextManager[object]:
-        """Wrap a step on a placeholder: its logged values and its updates of metrics do not count."""
-        raise NotImplementedError
 
     def wrap_again(self) -> None:
         """Rebuild DDP on all ranks for the parameters that are trained now."""

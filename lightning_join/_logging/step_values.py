@@ -6,7 +6,7 @@ monitor equal values on all ranks.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -143,8 +143,18 @@ def drop_own_step_values(results: ResultCollection) -> None:
             item._forward_cache = None
 
 
-def logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
-    """Wrap a step that a joined rank runs on a placeholder, so that its logged values add nothing."""
+@contextmanager
+def counting_nothing(strategy: JoiningStrategy) -> Iterator[None]:
+    """Wrap a step that a joined rank runs on a placeholder: its logged values and updates of metrics do not count."""
+    metrics, trainer = strategy.metrics, cast(Any, strategy.lightning_module).trainer
+    assert metrics is not None
+    metrics.renew()
+    results = trainer._results  # a prediction has none
+    with metrics.aside(), nullcontext() if results is None else _logging_nothing(results):
+        yield
+
+
+def _logging_nothing(results: ResultCollection) -> AbstractContextManager[None]:
     own = results.log
 
     def log(fx: str, name: str, value: Any, **options: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_join import _compat
 from lightning_join._compat import call_strategy_hook
+from lightning_join._logging.step_values import counting_nothing
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import read_in_rounds
@@ -89,7 +90,7 @@ class Rounds:
             return
         self._keep(active, None)
         batch = make_placeholder(self._placeholder, self._last)
-        with setting(self._strategy, evaluated_by=active), self._strategy.counting_nothing():
+        with setting(self._strategy, evaluated_by=active), counting_nothing(self._strategy):
             self._loop.run_step(batch, self._steps)
 
     def _keep(self, active: tuple[int, ...], batch: Any) -> None:
