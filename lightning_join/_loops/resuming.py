@@ -20,7 +20,8 @@ def record_in(state: dict[str, Any]) -> dict[str, Any] | None:
     if record is None or "version" in record:
         return record
     places = [record["places"].get(rank) for rank in range(record["world_size"])]
-    return {**record, "places": places, "max_sent_per_step": record.get("max_sent_per_step", record.get("most_gifts"))}
+    most = record.get("max_sent_per_step", record.get("most_gifts"))
+    return {**record, "version": VERSION, "places": places, "max_sent_per_step": most}
 
 
 def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
@@ -32,8 +33,7 @@ def as_state(record: dict[str, Any], keeper: Any, over: bool) -> dict[str, Any]:
         over: Whether the epoch is over.
     """
     known = [_placed(place, keeper) for place in record["places"]]
-    known = [place and {**place, "over": over} for place in known]
-    return {**_state(record["step"], known, over), "version": record.get("version", VERSION)}
+    return {**record, "over": over, "places": [place and {**place, "over": over} for place in known]}
 
 
 def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) -> dict[str, Any]:
@@ -44,11 +44,7 @@ def of_lightning(states: list[Any], keeper: Any, taken: int, world_size: int) ->
         " from the end of an epoch, or write checkpoints with strategy='ddp_join'."
     )
     old = {"states": states, "cycled": [], "epochs": None, "taken": taken, "skipped": 0, "left": False}
-    return _state(taken, [_placed(old, keeper)] * world_size)
-
-
-def _state(step: int, places: list[LoaderPlace | None], over: bool = False) -> dict[str, Any]:
-    return {"version": VERSION, "name": "", "step": step, "over": over, "places": places, "others": {}}
+    return {"version": VERSION, "step": taken, "over": False, "places": [_placed(old, keeper)] * world_size}
 
 
 def _placed(place: LoaderPlace | None, keeper: Any) -> LoaderPlace | None:
