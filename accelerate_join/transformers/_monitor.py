@@ -30,6 +30,8 @@ class JoinMonitor(TrainerCallback):
 
     Attributes:
         epochs: The records of all ranks in each epoch, equal on every rank.
+        stopwatch: Measures this rank's current epoch.
+        watched: The channel, log function and rebalancing of the current run.
 
     Raises:
         JoinTypeError: `report` or `plot` is not a path. At the end of an epoch: a trainer with several ranks has no
@@ -40,43 +42,35 @@ class JoinMonitor(TrainerCallback):
     def __init__(self, report: str | PathLike[str] | None = None, *, plot: str | PathLike[str] | None = None) -> None:
         self._monitor = CoreMonitor(report, plot=plot)
         self.epochs: list[EpochRecord] = self._monitor.epochs
-        self._stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch()
         self._joined = False
-        self._watched: _Watched | None = None
-
-    def watch(self, watched: _Watched | None) -> None:
-        """Store the channel, log function and rebalancing of a run; `None` at its end."""
-        self._watched = watched
+        self.watched: _Watched | None = None
 
     def note_step(self, joined: bool) -> None:
         """Note the start of a training step."""
         self._joined = joined
         if not joined:
-            self._stopwatch.take()
-
-    def note_pause(self, seconds: float) -> None:
-        """Note the end of an evaluation that took this many seconds."""
-        self._stopwatch.pause(seconds)
+            self.stopwatch.take()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._stopwatch = Stopwatch(given_bytes=0 if self._watched is None else self._watched[-1].nbytes)
+        self.stopwatch = Stopwatch(given_bytes=0 if self.watched is None else self.watched[-1].nbytes)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if not self._joined:
-            self._stopwatch.ask()
+            self.stopwatch.ask()
 
     on_substep_end = on_step_end
 
     def on_epoch_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if self._watched is None:
+        if self.watched is None:
             if args.world_size > 1:
                 raise JoinTypeError(
                     "JoinMonitor shows when ranks finish, but this trainer does not support joining. Use JoinTrainer,"
                     " put JoinTrainerMixin before the trainer class, or remove JoinMonitor."
                 )
             return
-        channel, log, rebalancing = self._watched
-        mine = replace(self._stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
+        channel, log, rebalancing = self.watched
+        mine = replace(self.stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
         record = self._monitor.add_loop(mine, channel, True, rebalancing.enabled)
         if record is None:
             return

@@ -111,8 +111,8 @@ class Run:
         self._reading[False] = Evened(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
-            monitor.watch((self.channel, trainer.log, self.driver.rebalancing))
-            stack.callback(monitor.watch, None)
+            watched = self.channel, trainer.log, self.driver.rebalancing
+            stack.enter_context(setting(monitor, watched=watched))
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
         stack.enter_context(shards_checked())
@@ -507,7 +507,7 @@ class Run:
         finally:
             self._evaluation = before
             for monitor in self._monitors:
-                monitor.note_pause(time.monotonic() - begin)
+                monitor.stopwatch.pause(time.monotonic() - begin)
 
     def _pad(self, own: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad as Accelerate does, except for lists with an entry per sample: their lengths differ between ranks."""
