@@ -234,7 +234,7 @@ class JoinTrainerMixin:
         folder = None if args.ignore_data_skip else self._resumes_from
         if run is None or folder is None:
             return values
-        return run.position.resume(self, folder, dataloader, values)
+        return run.position.resume(folder, dataloader, values)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
@@ -271,7 +271,7 @@ class JoinTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self._join_run is not None:
-            self._join_run.position.save(output_dir, self.state.epoch, self.rebalance)
+            self._join_run.position.save(output_dir)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = self.eval_dataset if eval_dataset is None else eval_dataset

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import accelerate
 from accelerate.data_loader import DataLoaderShard
 
 from accelerate_join import _compat_transformers as _compat
@@ -38,7 +37,7 @@ class Position:
     """A rank's progress: the pass, and the number of batches in it.
 
     Args:
-        accelerator: The trainer's accelerator.
+        trainer: The trainer.
 
     Attributes:
         passes: The number of earlier passes over the loader.
@@ -47,8 +46,8 @@ class Position:
         resized: The resumed epoch if its steps differ from those that Trainer counts, else `None`.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._accelerator = trainer, trainer.accelerator
         self.passes = self.taken = self.passes_before = 0
         self.resized: Resized | None = None
         self._rest: DataLoaderShard | None = None  # this rank's rest of an epoch that other ranks started
@@ -85,15 +84,9 @@ class Position:
         number = number if self._pending is None else self.taken
         return _compat.skip_first_batches(loader, number) if rest is None else rest
 
-    def save(self, folder: str, epoch: float | None, gives: bool) -> None:
-        """Write the position into a checkpoint.
-
-        Args:
-            folder: The checkpoint's folder.
-            epoch: The number of finished epochs, by Trainer's count.
-            gives: Whether other ranks may train on this rank's batches.
-        """
-        accelerator = self._accelerator
+    def save(self, folder: str) -> None:
+        """Write the position into a checkpoint's folder."""
+        trainer, accelerator = self._trainer, self._accelerator
         if self._order is None or self._loader is None:
             return
         over, dealer = self._is_over, dealer_of(self._loader)
@@ -106,18 +99,17 @@ class Position:
             "taken": 0 if over else self._before + self._own,
             "deals": [] if over else self._deals,
             "dealt": None if dealer is None else dealer.batch,
-            "gives": gives,
-            "epoch": epoch,
+            "gives": trainer.rebalance,
+            "epoch": trainer.state.epoch,
             "is_resized": self._is_resized,
         }
         record = {"when": None, "world_size": accelerator.num_processes, "places": [place]}
         write(folder, accelerator.process_index, record)
 
-    def resume(self, trainer: Any, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
+    def resume(self, folder: str, loader: EvenedLoader, values: Sequence[Any]) -> Sequence[Any]:
         """Resume at the position in a checkpoint; all ranks call this.
 
         Args:
-            trainer: The trainer.
             folder: The checkpoint's folder.
             loader: The training loader.
             values: The return value of `Trainer.set_initial_training_values`.
@@ -128,7 +120,7 @@ class Position:
         Raises:
             UnsupportedError: The remaining samples cannot be determined.
         """
-        args = trainer.args
+        args = self._trainer.args
         if not self._load(folder, loader.loader) or None in loader.lengths:
             return values
         (count, per_epoch, *between, steps), window = values, args.gradient_accumulation_steps
@@ -136,7 +128,7 @@ class Position:
         has_made_all = self._rest is None and done == self.passes * per_epoch + before // window
         if has_made_all or not (self._is_resized or self._is_at_end):
             return values  # these ranks made all of its steps, in epochs of equal length
-        _compat.check_resizes(trainer, self._is_resized)
+        _compat.check_resizes(self._trainer, self._is_resized)
         if self._rest is not None:
             left = max(gather_objects(len(self._rest.batch_sampler), "What is left", None))
             share = min(self._share, 1 - 1 / (1 + left))

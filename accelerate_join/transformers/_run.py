@@ -92,7 +92,7 @@ class Run:
         self._factor: float | None = None  # the factor of the loss, inside a training step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
-        self.position = Position(trainer.accelerator)
+        self.position = Position(trainer)
         self._source: int | None = None  # a rank that was active in all steps since the last hand-over
 
     def __enter__(self) -> "Run":
