@@ -222,8 +222,9 @@ class Joining(JoiningStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         trainer = _compat.trainer_of(self.lightning_module)
-        if self.options.enable and trainer is not None and self.world_size == 1:
-            load_in_one_process(checkpoint, trainer.state.fn == TrainerFn.FITTING)
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fits and self.options.enable and self.world_size == 1:
+            load_in_one_process(checkpoint)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:

@@ -96,7 +96,7 @@ class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
         assert self.lightning_module is not None
         check_manual(self.lightning_module, ddp)
         self.join = LockstepJoin(self.driver, shadow, self.take_joinables())
-        self._manual = self.driver.add(partial(ManualParticipant, strategy=self, lockstep=self.join, shadow=shadow))
+        self._manual = self.driver.add(partial(ManualParticipant, strategy=self, shadow=shadow))
         return ddp
 
     def wrap_again(self) -> None:

@@ -69,15 +69,15 @@ def is_dealt_anew(record: dict[str, Any], world_size: int) -> bool:
     return len(record["places"]) != world_size or any(place and place.get("deals") for place in record["places"])
 
 
-def load_in_one_process(checkpoint: dict[str, Any], fitting: bool) -> None:
-    """Prepare a checkpoint for a single process, with Lightning's own loops, which resumes from it if `fitting`.
+def load_in_one_process(checkpoint: dict[str, Any]) -> None:
+    """Prepare a checkpoint for a fit in a single process, with Lightning's own loops.
 
     Raises:
         UnsupportedError: Several ranks have written it in the middle of an epoch.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {})
     record = record_in(state.get("state_dict", {}))
-    if not fitting or record is None or len(record["places"]) == 1:
+    if record is None or len(record["places"]) == 1:
         return
     epochs = state["epoch_progress"]["current"]
     if epochs["ready"] != epochs["processed"] and record["step"]:

@@ -6,14 +6,14 @@ any manual changes to gradients and parameters. At the end of `training_step` th
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 from torch_join.integration import (
     Changes,
@@ -32,8 +32,7 @@ class ManualParticipant(Participant):
     """The training that runs inside `training_step`, on active and joined ranks.
 
     Args:
-        strategy: The strategy, for Lightning's own methods.
-        lockstep: Knows the active ranks of each step.
+        strategy: The strategy, for Lightning's own methods; its `join` knows the active ranks of each step.
         shadow: The model's shadow.
     """
 
@@ -46,12 +45,10 @@ class ManualParticipant(Participant):
 
     driver: StepDriver
 
-    def __init__(
-        self, driver: StepDriver, index: int, strategy: DDPStrategy, lockstep: LockstepJoin, shadow: ModelShadow
-    ) -> None:
+    def __init__(self, driver: StepDriver, index: int, strategy: JoiningStrategy, shadow: ModelShadow) -> None:
         super().__init__(driver, index)
         self._strategy = strategy
-        self._lockstep = lockstep
+        self._lockstep = cast(LockstepJoin, strategy.join)
         self._stepping = self._in_backward = False
         self.use(shadow)
 
