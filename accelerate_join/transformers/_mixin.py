@@ -178,7 +178,11 @@ class JoinTrainerMixin:
             return loader
         if type(loader) is DataLoaderDispatcher or isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
             refuse_distributed_sampler(loader.batch_sampler, self.args.world_size)
-            _warn_of_filled(type(self).__name__)
+            JoinDataWarning.warn(
+                f"{type(self).__name__}: Accelerate splits this stream among the ranks, and fills its last batches with"
+                " repeated samples, which are trained on twice. To train on each sample once, give each rank its own"
+                " dataset (own_shards=True)."
+            )
         if not isinstance(loader, DataLoaderShard):
             return loader
         return EvenedLoader(loader, self, trains)
@@ -389,10 +393,3 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
 
 def _has_empty(data: Any) -> bool:
     return any(length_of(each) == 0 for each in (data.values() if isinstance(data, dict) else [data]))
-
-
-def _warn_of_filled(name: str) -> None:
-    JoinDataWarning.warn(
-        f"{name}: Accelerate splits this stream among the ranks, and fills its last batches with repeated samples,"
-        " which are trained on twice. To train on each sample once, give each rank its own dataset (own_shards=True)."
-    )

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -188,7 +188,7 @@ class Run:
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
         """Log; in the tail, joined ranks repeat the log, because rank 0, which writes it, may be one of them."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
-            told = {name: _plain(value) for name, value in logs.items()}
+            told = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
             if left_out := [name for name, value in told.items() if not is_closed(value)]:
                 JoinWarning.warn(
                     f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch: rank"
@@ -315,8 +315,9 @@ class Run:
         trainer, logs = self._trainer, self.driver.parting
         inputs = join.begin_step(self._kept(True) if join.joined else inputs)
         join.scale = factor
+        among = setting(self._operations, in_step=join.active_ranks)
         own_log = setting(trainer, log=lambda *_, **__: None) if join.joined else nullcontext()
-        with setting(self, _factor=factor), join.around_step(), self._among(join.active_ranks), own_log:
+        with setting(self, _factor=factor), join.around_step(), among, own_log:
             loss = own(inputs)
         if join.in_tail:
             self._source = leader = join.active_ranks[0]
@@ -327,10 +328,6 @@ class Run:
                 return self._loss_of_no_batch()
             self.driver.parting = []
         return _shown(loss, shown)
-
-    def _among(self, active: Sequence[int]) -> AbstractContextManager[None]:
-        """Wrap a step with placeholders: gathers and reductions are over the `active` ranks."""
-        return setting(self._operations, in_step=active)
 
     @property
     def joined(self) -> bool:
@@ -530,7 +527,7 @@ class Run:
             self._source = step.active_ranks[0]
         if kind is not None and self.channel.rank not in step.active_ranks:
             inputs = make_placeholder(kind, self._kept(False))
-        with nullcontext() if kind is None else self._among(step.active_ranks):
+        with nullcontext() if kind is None else setting(self._operations, in_step=step.active_ranks):
             return self._evaluation.step(step, own, model, inputs, *args, **kwargs)
 
 
@@ -548,10 +545,6 @@ def _shown(loss: Tensor, factor: float) -> Tensor:
     """Return the loss for the sum that Trainer gathers from all ranks, which needs the same dtype on each."""
     loss = loss.float() if loss.dtype == torch.float64 else loss
     return loss if factor == 1.0 else loss * factor
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _skip(loader: Any, number: int) -> Any:

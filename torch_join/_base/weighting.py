@@ -118,7 +118,9 @@ def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]
         count_samples: Returns a batch's number of samples.
     """
     if not callable(weighting):
-        return None if weighting != "samples" else lambda batch: _samples_of(batch, count_samples)
+        if weighting != "samples":
+            return None
+        return lambda batch: sum(map(count_samples, batch if isinstance(batch, Window) else [batch]))
     count, name = weighting, name_of(weighting)
 
     def checked(batch: Any) -> float:
@@ -139,10 +141,6 @@ def counter(weighting: Weighting, rank: int, count_samples: Callable[[Any], int]
         return number
 
     return checked
-
-
-def _samples_of(batch: Any, count_samples: Callable[[Any], int]) -> int:
-    return sum(map(count_samples, batch)) if isinstance(batch, Window) else count_samples(batch)
 
 
 def check_sees_batches(weighting: Weighting) -> None:
