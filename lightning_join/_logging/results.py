@@ -7,16 +7,15 @@ infinities for a minimum and a maximum. For a torchmetrics metric it uses its ow
 """
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import lightning.pytorch as pl
 
 from lightning_join._compat import ResultCollection, ResultMetric
 from lightning_join._logging.step_values import Logged, is_synced
 from lightning_join._strategy_protocol import JoiningStrategy
 from torch_join import UnsupportedError
 from torch_join.integration import Channel, name_ranks
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class JoinResultCollection(ResultCollection):
