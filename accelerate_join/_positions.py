@@ -126,12 +126,8 @@ def count_once(loader: Any) -> None:
     """
     if _is_stateful(loader):
         if issubclass(type(loader), DataLoaderShard):
-            vars(loader).setdefault("adjust_state_dict_for_prefetch", _nothing)
+            vars(loader).setdefault("adjust_state_dict_for_prefetch", dict)  # does nothing
         vars(loader.base_dataloader).setdefault("__iter__", partial(_resumed, loader.base_dataloader))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _resumed(loader: Any) -> Iterator[Any]:
