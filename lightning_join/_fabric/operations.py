@@ -3,22 +3,15 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import nn
 
 from lightning_join._compat_fabric import convert_state
 from torch_join import UnsupportedError
-from torch_join.integration import LoopDriver, Participant, closed, is_closed, is_engine, is_sharded_model
+from torch_join.integration import LoopDriver, Participant, is_closed, is_engine, is_sharded_model
 
 _LOG, _SAVE = "log", "save"
-
-
-@closed("fabric part")
-class Taking(NamedTuple):
-    """Stands in a sent checkpoint for a joinable that each rank has: its place in the list of joinables."""
-
-    place: int
 
 
 class Operations(Participant):
@@ -30,7 +23,7 @@ class Operations(Participant):
 
     kinds: ClassVar[dict[str, Any]] = {
         _LOG: tuple[dict[str, Any], int | None],
-        _SAVE: tuple[str, dict[str, Any], Any],
+        _SAVE: tuple[str, dict[str, Any], dict[str, int], Any],
     }
 
     driver: LoopDriver
@@ -71,14 +64,13 @@ class Operations(Participant):
                 "fabric.save(filter=...) was called with a sharded model while some rank has finished, but that rank"
                 " must save its part and has no filter. Save without a filter, or after the loop."
             )
-        whole = {k: v for k, v in state.items() if id(v) not in places or k in (only or {})}
-        sent = {key: Taking(places[id(value)]) for key, value in state.items() if key not in whole}
-        sent |= convert_state(self._strategy, whole, only or {})
-        sent = {key: sent[key] for key in state if key in sent}
-        with self.driver.tail_log.together(
-            partial(self.announce_open, _SAVE, (str(Path(path)), sent, storage_options))
-        ):
-            self._save(path, sent, storage_options)
+        # By key, the place of an object that each rank has in the list of joinables.
+        own = {k: places[id(v)] for k, v in state.items() if id(v) in places and k not in (only or {})}
+        rest = convert_state(self._strategy, {k: v for k, v in state.items() if k not in own}, only or {})
+        sent = {key: rest.get(key) for key in state if key in own or key in rest}
+        payload = str(Path(path)), sent, own, storage_options
+        with self.driver.tail_log.together(partial(self.announce_open, _SAVE, payload)):
+            self._save(path, sent, own, storage_options)
 
     def mirror(self, kind: str, payload: Any) -> None:
         if kind == _LOG:
@@ -87,9 +79,7 @@ class Operations(Participant):
         with self.driver.tail_log.together():
             self._save(*payload)
 
-    def _save(self, path: Any, sent: dict[str, Any], storage_options: Any) -> None:
+    def _save(self, path: Any, sent: dict[str, Any], own: dict[str, int], storage_options: Any) -> None:
         self.driver.tail.hand_over_states()
-        state = {
-            key: self.driver.given[value.place] if isinstance(value, Taking) else value for key, value in sent.items()
-        }
+        state = {key: self.driver.given[own[key]] if key in own else value for key, value in sent.items()}
         self._strategy.save_own(path, state, storage_options)
