@@ -131,14 +131,14 @@ def set_limits(loader: CombinedLoader, limits: list[int | float]) -> None:
         loader._iterator.limits = limits
 
 
-class _Watched:
-    """An iterator that records whether it has ended, and calls `act` at its end."""
+class Watched:
+    """An iterator that records whether it has ended, and calls `act` at its end; pickles of it are empty."""
 
-    def __init__(self, iterator: Iterator[Any], act: Callable[[], None]) -> None:
+    def __init__(self, iterator: Iterator[Any], act: Callable[[], None] = lambda: None) -> None:
         self.iterator, self._act = iterator, act
         self.ended = False
 
-    def __iter__(self) -> "_Watched":
+    def __iter__(self) -> "Watched":
         return self
 
     def __next__(self) -> Any:
@@ -161,7 +161,7 @@ def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list
     """
     iterator: Any = loader._iterator
     parts = zip(iterator.iterators, loader.flattened, strict=True)
-    iterator.iterators = [_Watched(its, partial(act, [part])) for its, part in parts]
+    iterator.iterators = [Watched(its, partial(act, [part])) for its, part in parts]
     return [*iterator.iterators]
 
 

@@ -1,7 +1,7 @@
 """A data fetcher that reads ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,19 +15,6 @@ from lightning_join._reading.combined import Combined, place_keeper
 from lightning_join._reading.loaders import Loaders, measure, total_length
 from torch_join import JoinDataWarning, UnsupportedError
 from torch_join.integration import LoaderPlace, Position, Reader, RefillGuard, Resuming, is_length_certain, setting
-
-
-class _Begun:
-    """A stand-in for a dataloader whose iterator exists already."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterator
-
-    def __reduce__(self) -> Any:
-        return _Begun, (iter(()),)
 
 
 class _RoundsFetcher(PrefetchDataFetcher):
@@ -157,7 +144,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         position = Position(keeper, place, ahead=1, after=after, advice="")
         loader = self.combined_loader
         if keeper is loader.flattened[0]:
-            with setting(loader, flattened=[_Begun(position.iterator)]):
+            with setting(loader, flattened=[_compat.Watched(position.iterator)]):
                 self.iterator = iter(loader)
         else:
             self.iterator = position.iterator
