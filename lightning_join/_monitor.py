@@ -139,8 +139,7 @@ class JoinMonitor(Callback):
                 + " Training is exact either way."
             )
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._monitor.write_rest()
 
-    def on_exception(self, *_: Any) -> None:
-        self._monitor.write_rest()
+    on_exception = on_train_end

@@ -86,8 +86,7 @@ class JoinPredictionWriter(BasePredictionWriter):
             self._part.abandon()
             self._part = None
 
-    def on_exception(self, *_: Any) -> None:
-        self.teardown()
+    on_exception = teardown
 
 
 def read_predictions(path: str | os.PathLike[str]) -> FileRows | list[FileRows]:
