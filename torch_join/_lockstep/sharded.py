@@ -14,28 +14,20 @@ from torch_join._compat import fsdp as _compat
 from torch_join._lockstep.base import Lockstep
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants._sharded.contents import check_state, state_of
-from torch_join._participants._sharded.following import Following
+from torch_join._participants._sharded.following import FollowingParticipant
 from torch_join._participants._sharded.sharded_step import Options
 from torch_join._participants.clears import innermost_optimizer
-from torch_join._participants.participant import Driver, Participant
 
 
-class LockstepShardedParticipant(Participant):
+class LockstepShardedParticipant(FollowingParticipant):
     """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
-    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "options": list[Options]}
+    kinds: ClassVar[dict[str, Any]] = {**FollowingParticipant.kinds, "options": list[Options]}
     optimizers: Sequence[Any] = ()
 
-    def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
-        super().__init__(driver, index)
-        self.following = Following(self, model, lambda: None)
-        self.contents = self.following.contents
-
     def enter(self) -> None:
-        self._undo += [self.following.watch(), _compat.clip_by_whole_norms()]
-
-    def leave_tail(self) -> None:
-        self.following.reach_joined_state()
+        super().enter()
+        self._undo.append(_compat.clip_by_whole_norms())
 
     @contextmanager
     def telling_changes(self) -> Iterator[None]:
@@ -61,7 +53,7 @@ class LockstepShardedParticipant(Participant):
             for optimizer, options in zip(self.optimizers, payload, strict=True):
                 take_group_options(optimizer, options)
         else:
-            self.following.mirror(kind, payload)
+            super().mirror(kind, payload)
 
 
 class ShardedLockstepJoin(Lockstep):
@@ -100,17 +92,17 @@ class ShardedLockstepJoin(Lockstep):
         return super().shadow_forward()
 
     def _known(self) -> list[int]:
-        return [number for place in self._model.following.places for number in place]
+        return [number for place in self._model.places for number in place]
 
     def _compare(self, known: Sequence[list[int] | None], has_batch: bool) -> None:
         # FSDP1 prefetches in the order of its first iteration, which only ranks that had a batch there know.
         newest = max((each or [] for each in known), key=lambda each: each[1::2])
         if newest != self._known():
-            self._model.following.places = list(zip(newest[::2], newest[1::2], strict=True))
+            self._model.places = list(zip(newest[::2], newest[1::2], strict=True))
 
     def backward(self, backward: Callable[[], None]) -> bool:
         with ExitStack() as stack:
-            for unit in self._model.following.units if self.counts_nothing else ():
+            for unit in self._model.units if self.counts_nothing else ():
                 stack.callback(unit.scale(float, lambda gradient, _: finite(gradient)))
             backward()
         return True

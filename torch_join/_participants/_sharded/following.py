@@ -1,7 +1,7 @@
 """Announces each gather and reduction of a sharded model's units on an active rank; repeats it on a joined rank."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,22 +13,22 @@ from torch_join._base.errors import JoinError, UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._control.codec import foreign
 from torch_join._participants._sharded.contents import Contents
-from torch_join._participants.participant import Participant
+from torch_join._participants.participant import Driver, Participant
 from torch_join._shadow._sharded.unit import PART, SHARD, Gather, Reduction
 from torch_join._shadow._sharded.units import is_first_generation, units_of
 
 
-class Following:
-    """The part of a sharded model's participant that announces and follows actions on units; an `Observer`.
+class FollowingParticipant(Participant):
+    """A sharded model's participant, as the `Observer` of its units: announces and follows their actions.
 
     Args:
-        participant: The participant.
+        driver: See `Participant`.
+        index: See `Participant`.
         model: The model, with parts that FSDP has sharded.
-        before_backward: See `Observer`.
 
     Attributes:
+        model: The model.
         units: The model's units.
-        model_parallel_groups: See `Participant`.
         reduces: Whether this rank is inside a reduction, in which an optimizer may step.
         contents: The noted state of this rank's shards, which is checked in the tail before a unit is gathered.
 
@@ -42,12 +42,12 @@ class Following:
         "reshard": tuple[int, str],
     }
 
-    def __init__(self, participant: Participant, model: nn.Module, before_backward: Callable[[], None]) -> None:
-        self._participant = participant
-        self.before_backward = before_backward
+    def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
+        super().__init__(driver, index)
+        self.model = model
         self.units = units_of(model)
-        self._teams = _teams_of(model, self._participant.members.global_ranks)
-        self.model_parallel_groups = [self._participant.members.named(peers) for peers in self._teams]
+        self._teams = _teams_of(model, self.members.global_ranks)
+        self.model_parallel_groups = [self.members.named(peers) for peers in self._teams]
         self._seen: tuple[int, ...] = ()  # the active ranks for which the groups were last checked
         self.reduces = False
         self.contents = Contents(lambda: self.shards)
@@ -57,12 +57,11 @@ class Following:
                 " their modules, but a finished rank does not run them. Use another debug level, or fully_shard."
             )
 
-    def watch(self) -> Callable[[], None]:
-        """Start to announce actions; return a function that ends this."""
-        ends = ExitStack()
-        for index, unit in enumerate(self.units):
-            ends.callback(unit.watch(index, self))
-        return ends.close
+    def enter(self) -> None:
+        self._undo += [unit.watch(index, self) for index, unit in enumerate(self.units)]
+
+    def leave_tail(self) -> None:
+        self.reach_joined_state()
 
     def reach_joined_state(self) -> None:
         """Bring each unit to the state of the joined ranks; called on a rank that joins, and at the end."""
@@ -89,31 +88,35 @@ class Following:
     # ------------------------------------------------------------ on an active rank
 
     def is_quiet(self) -> bool:
-        return self._participant.tail_log.is_quiet()
+        return self.tail_log.is_quiet()
+
+    def before_backward(self) -> None:
+        """See `Observer`."""
 
     def around(self, unit: int, kind: str, payload: Gather | Reduction | str) -> AbstractContextManager[None]:
-        if self._participant.members.serves:
+        """See `Observer`."""
+        if self.members.serves:
             return nullcontext()
-        if self._participant.tail_log.meet():
-            if self._seen != self._participant.members.active:
-                self.check_model_parallel_groups()
+        if self.tail_log.meet():
+            if self._seen != self.members.active:
+                self._check_model_parallel_groups()
             if kind == "gather":
-                self.contents.check_writes(self.units[unit].shards, self._participant.members.joined_names)
-            self._participant.tail_log.announce(self._participant.index, kind, (unit, payload))
-        return self._reducing() if kind == "reduce" else self._participant.tail_log.own_collectives()
+                self.contents.check_writes(self.units[unit].shards, self.members.joined_names)
+            self.announce(kind, (unit, payload))
+        return self._reducing() if kind == "reduce" else self.tail_log.own_collectives()
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        with setting(self, reduces=True), self._participant.tail_log.own_collectives():
+        with setting(self, reduces=True), self.tail_log.own_collectives():
             yield
 
-    def check_model_parallel_groups(self) -> None:
+    def _check_model_parallel_groups(self) -> None:
         """Raise if some, but not all, of the ranks that compute a batch together have joined.
 
         Raises:
             JoinError: Some ranks of such a group have joined.
         """
-        self._seen = self._participant.members.active
+        self._seen = self.members.active
         for peers in self._teams:
             if 0 < len(joined := set(peers) - {*self._seen}) < len(peers):
                 raise JoinError(

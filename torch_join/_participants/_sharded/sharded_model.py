@@ -19,9 +19,9 @@ from torch_join._handover.mirror import Known, is_known, known
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
-from torch_join._participants._sharded.following import Following
+from torch_join._participants._sharded.following import FollowingParticipant
 from torch_join._participants.hook import Hook
-from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._participants.participant import Driver, LoopModel
 from torch_join._shadow._sharded.unit import Unit
 from torch_join._shadow.synced_norms import sync_norms
 
@@ -30,10 +30,10 @@ from torch_join._shadow.synced_norms import sync_norms
 Closing = tuple[Runs, list[tuple[int, int]], list[list[bool]], list[bool], list[bool]]
 
 
-class ShardedModelParticipant(Participant, LoopModel):
+class ShardedModelParticipant(FollowingParticipant, LoopModel):
     """A model with parts that `fully_shard` or `FullyShardedDataParallel` has sharded."""
 
-    kinds: ClassVar[dict[str, Any]] = {**Following.kinds, "gradients": tuple[bool, Runs], "states": Runs}
+    kinds: ClassVar[dict[str, Any]] = {**FollowingParticipant.kinds, "gradients": tuple[bool, Runs], "states": Runs}
     closing: ClassVar[Any] = Closing
 
     is_model = True
@@ -42,22 +42,18 @@ class ShardedModelParticipant(Participant, LoopModel):
     _known: Sequence[Known] = ()  # the gradients that were unsynced after the last backward
 
     def __init__(self, driver: Driver, index: int, model: nn.Module) -> None:
-        super().__init__(driver, index)
-        self.model = model
-        self.following = Following(self, model, self._before_backward)
-        self.model_parallel_groups = self.following.model_parallel_groups
+        super().__init__(driver, index, model)
         self._forwarded_in = 0  # the loop of the last forward
         self._others = OtherVerdicts(driver, index, shards=True)
-        self.contents = self.following.contents
         self._scales: list[Callable[[], None]] = []
         self.before_reductions: list[Callable[[], None]] = []  # functions that make announcements before reductions
 
     def enter(self) -> None:
-        self._undo.append(self.following.watch())
+        super().enter()
         root = _compat_sharded.roots(self.model)[0]
         hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
         self._undo += [hook.remove, self._stop_scaling, self.contents.forget]
-        found = [(index, holder) for index, unit in enumerate(self.following.units) for holder in unit.holders]
+        found = [(index, holder) for index, unit in enumerate(self.units) for holder in unit.holders]
         holders = [holder for _, holder in found]
         # FSDP1 writes zeros into a flat gradient, again and again, if a part of it is frozen.
         is_flat = any(not isinstance(holder, Tensor) for holder in holders)
@@ -87,7 +83,7 @@ class ShardedModelParticipant(Participant, LoopModel):
     @property
     def _unsynced(self) -> list[tuple[Unit, Tensor | None]]:
         """The gradients that this rank has accumulated without a sync, with their units."""
-        return [(unit, gradient) for unit in self.following.units for gradient in unit.unsynced]
+        return [(unit, gradient) for unit in self.units for gradient in unit.unsynced]
 
     @property
     def holds_unsynced(self) -> bool:  # type: ignore[override]
@@ -120,7 +116,7 @@ class ShardedModelParticipant(Participant, LoopModel):
             self._scale()
 
     def leave_tail(self) -> None:
-        self.following.reach_joined_state()
+        super().leave_tail()
         self.contents.forget()
         if not self.members.meets_late:
             self._stop_scaling()
@@ -135,13 +131,13 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.forwards += 1
         self._forwarded_in = driver.loop_number
 
-    def _before_backward(self) -> None:
+    def before_backward(self) -> None:
         if (task := _compat.backward_in_progress()) == self._task or self.members.serves:
             return
         self._task = task
         self.driver.before_backward(self.index, self._forwarded_in)
         in_tail = self.tail_log.meet()
-        syncs = any(unit.synchronizes for unit in self.following.units)
+        syncs = any(unit.synchronizes for unit in self.units)
         self.driver.before_sharded_backward(syncs)
         if in_tail or self.driver.meets_at is MeetingPoint.FORWARD:
             self.remember_after_backward()
@@ -167,7 +163,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         return runs_of(states)
 
     def _raise_if_bypassed(self) -> None:
-        for unit in self.following.units:
+        for unit in self.units:
             if unit.is_bypassed:
                 raise JoinError(
                     f"A gradient of {unit.name or 'the root module'} was modified by hand: another tensor or None"
@@ -184,7 +180,7 @@ class ShardedModelParticipant(Participant, LoopModel):
             self.contents.remember()
 
     def _scale(self) -> None:
-        self._scales = [unit.scale(lambda: self._factor) for unit in self.following.units]
+        self._scales = [unit.scale(lambda: self._factor) for unit in self.units]
 
     def _stop_scaling(self) -> None:
         while self._scales:
@@ -203,7 +199,7 @@ class ShardedModelParticipant(Participant, LoopModel):
             self.take(payload)
             return
         if kind != "gradients":
-            self.following.mirror(kind, payload)
+            super().mirror(kind, payload)
             return
         self.driver.note_backward(self.index)
         syncs, runs = payload
@@ -216,7 +212,7 @@ class ShardedModelParticipant(Participant, LoopModel):
         self.gradients.follow(states_of(runs, len(self.gradients.parameters)), accumulates=True, ask=None)
 
     def _raise_if_unsynced(self) -> None:
-        for unit in () if self.accumulates else self.following.units:
+        for unit in () if self.accumulates else self.units:
             if any(gradient is not None for gradient in unit.unsynced):
                 raise JoinError(
                     "This rank finished while holding an accumulated, not yet synced gradient of"
@@ -232,8 +228,8 @@ class ShardedModelParticipant(Participant, LoopModel):
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         modes = [module.training for module in self.model.modules()]
         self._raise_if_unsynced_changed()
-        unsynced = [[gradient is not None for gradient in unit.unsynced] for unit in self.following.units]
-        return runs_of(self.gradients.states()), self.following.places, unsynced, trains, modes
+        unsynced = [[gradient is not None for gradient in unit.unsynced] for unit in self.units]
+        return runs_of(self.gradients.states()), self.places, unsynced, trains, modes
 
     def close(self, message: Closing, source: int) -> None:
         runs, places, unsynced, trains, modes = message
@@ -243,12 +239,12 @@ class ShardedModelParticipant(Participant, LoopModel):
             self.gradients.raise_if_lost(states)
             self.gradients.follow(states, accumulates=True, ask=None)
         if self.members.rank != source:
-            self.following.places = places
-            if [*map(len, unsynced)] != [len(unit.unsynced) for unit in self.following.units]:
+            self.places = places
+            if [*map(len, unsynced)] != [len(unit.unsynced) for unit in self.units]:
                 raise foreign("what a sharded model has accumulated", "it is of other units")
-            for unit, held in zip(self.following.units, unsynced, strict=True):
+            for unit, held in zip(self.units, unsynced, strict=True):
                 unit.hold(held)
-        self.following.reach_joined_state()
+        self.reach_joined_state()
         self._others.reset()
         sync_norms(self.model, source, self.members.group)
         # Code on the active ranks has set these; it has not run here.

@@ -43,7 +43,7 @@ class ShardedStepParticipant(Participant):
                 "LBFGS cannot step sharded parameters: how often it runs its closure depends on values that finished"
                 " ranks do not have. Use an optimizer that runs its closure once."
             )
-        owned = {id(p): model for model in models for unit in model.following.units for p in unit.registered}
+        owned = {id(p): model for model in models for unit in model.units for p in unit.registered}
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         other = [p for p in mine if p.requires_grad and id(p) not in owned]
         if other:
@@ -67,7 +67,7 @@ class ShardedStepParticipant(Participant):
 
     def _is_quiet(self) -> bool:
         # A joined rank that follows a reduction also performs the steps within it.
-        return not self.tail_log.meet() or any(model.following.reduces for model in self._sharded)
+        return not self.tail_log.meet() or any(model.reduces for model in self._sharded)
 
     def _check_state(self) -> None:
         if self._noted is not None:
