@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
@@ -25,12 +26,14 @@ from torch_join._compat import ddp as _compat
 from torch_join._handover.mirror import Known, is_known, known
 from torch_join._participants._gradients.evidence import Gradients
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
+from torch_join._participants._gradients.pieces import FIRED, Pieces
 from torch_join._participants._gradients.second_backward import SecondBackward
-from torch_join._participants._gradients.shadowed import ShadowedSteps
 from torch_join._participants._gradients.verdicts import CHANGED, Runs, State, runs_of, states_of
 from torch_join._participants._gradients.watch import Watch
 from torch_join._participants.hook import Hook
-from torch_join._participants.participant import Driver, LoopModel
+from torch_join._participants.participant import Driver, LoopModel, Participant
+from torch_join._shadow.buffer_news import Buffer, take
+from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import broadcast_gradient
 
@@ -45,16 +48,29 @@ def _accumulates(driver: "weakref.ref[Driver]", model: int, _: Tensor) -> None:
         its.note_accumulation(model)
 
 
-class ModelParticipant(ShadowedSteps, LoopModel):
+class ModelParticipant(Participant, LoopModel):
     """A `DistributedDataParallel` model in a plain loop."""
 
+    kinds: ClassVar[dict[str, Any]] = {
+        "forward": tuple[bool, bool, list[int], list[int], list[Buffer] | None],
+        **dict.fromkeys(("backward", "gradients", "begin"), Runs),
+        **dict.fromkeys(("ended", "reduced"), type(None)),
+        **Pieces.kinds,
+    }
     closing: ClassVar[Any] = tuple[Runs, bool, list[int] | None, list[int] | None]
 
     is_model = in_pieces = True
     meets = True  # whether ranks in a plain loop meet at this model's forward
+    accumulates = False  # whether the last backward did not sync, on some rank
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
-        super().__init__(driver, index, ddp)
+        super().__init__(driver, index)
+        self.ddp = ddp
+        self._shadow = ModelShadow(ddp, watches=False)
+        self._pieces = Pieces(self, self._shadow)  # the backwards that come piece by piece
+        self._parameters = self._shadow.parameters
+        self._buffer_source = 0  # the lowest active rank in the last forward, which has the newest buffers
+        self._pending: list[Tensor] = []  # the outputs of shadow forwards that wait for a backward
         self._others = OtherVerdicts(driver, index)
         self._has_met = True  # whether the active ranks were known in the last forward
         self._frozen: list[int] = []  # the places of the parameters that were frozen in the last deferred forward
@@ -337,16 +353,57 @@ class ModelParticipant(ShadowedSteps, LoopModel):
     # ------------------------------------------------------------ on a joined rank, and at the end
 
     def mirror(self, kind: str, payload: Any) -> None:
-        if kind == "reduced":
-            self._gradients.raise_if_reduced(self.accumulates)
-        if kind in ("backward", "begin", "gradients"):
+        if kind == "forward":
+            self._shadow_forward(*payload)
+        elif kind in ("backward", "begin", "gradients"):
             self._others.follow(self._gradients, payload, kind != "gradients", self.accumulates)
-        super().mirror(kind, payload)
-        if kind == "forward" and all(payload[:2]):
+            if kind != "gradients":
+                self._shadow_backward(in_pieces=kind == "begin")
+        elif kind == FIRED:
+            self._pieces.mirror(payload)
+        elif kind == "ended":
+            self._pieces.reset()
+            self._end_shadow()
+        else:
+            self._gradients.raise_if_reduced(self.accumulates)
+
+    def _shadow_forward(
+        self, grad: bool, sync: bool, sources: list[int], frozen: list[int], buffers: list[Buffer] | None
+    ) -> None:
+        self._buffer_source = self.members.leader
+        # Parameters that an earlier, pending forward trains still get their gradients in its backward.
+        parameters = self._parameters
+        self._shadow.freeze([place for place in frozen if not (self._pending and parameters[place].requires_grad)])
+        take(buffers, self._shadow.inner, parameters[0].device)
+        for source in sources:
+            self._shadow.sync_buffers(source)
+        with setting(self.ddp, require_backward_grad_sync=sync), torch.set_grad_enabled(grad):
+            output = self._shadow.forward()
+        if sync and output.requires_grad:  # else no backward goes through it
+            self._pending.append(output)
+        if grad and sync:
             self._second_backward.forward([])
-        elif kind in ("backward", "begin"):
-            self._second_backward.awaits_first = False
-            self.driver.note_backward(self.index)
+
+    def _shadow_backward(self, in_pieces: bool) -> None:
+        if not self._pending:
+            # All parameters were frozen in the forward that prepared DDP. Now DDP averages other gradients, from a
+            # later forward under `no_sync` or from a penalty on the parameters, and accepts only all of them.
+            self._shadow.freeze([])
+            self._pending.append(self._shadow.zero())
+        if in_pieces:
+            self._pieces.open(self._run_pending)
+        else:
+            self._shadow.backward(self._run_pending)
+            self._end_shadow()
+        self._second_backward.awaits_first = False
+        self.driver.note_backward(self.index)
+
+    def _run_pending(self) -> None:
+        torch.autograd.backward(self._pending)
+
+    def _end_shadow(self) -> None:
+        self._pending.clear()
+        self.accumulates = False
 
     def closing_message(self) -> tuple[Runs, bool, list[int] | None, list[int] | None]:
         self._check_reduction_finished()
