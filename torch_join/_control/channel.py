@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
-from torch_join._control._links.stream import no_place
 from torch_join._control._links.tree import Tree
 from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
 from torch_join._control.peers import LEFT, MOST_TEXT, Peers
@@ -464,7 +463,7 @@ class Channel:
         """
         if meets:
             self.gather(None)
-        self._stream.place = no_place
+        self._stream.place = _node.no_place
         self._tree.channels.pop(self._number, None)
         self._tree.part()  # sends reported failures before the process may end
         if self.world_size > 1:  # else others may share it

@@ -40,8 +40,8 @@ from tests.support.inside import (
 from tests.support.workers import Workers
 from torch_join import Join, JoinTypeError, PeerFailedError
 from torch_join._control._links.handshake import accept, connect
+from torch_join._control._links.node import ChannelState
 from torch_join._control._links.portable import PortableLinks
-from torch_join._control._links.stream import ChannelState
 from torch_join._control.channel import Channel
 from torch_join._control.reports import BarrierResult
 

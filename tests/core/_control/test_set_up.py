@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.support.inside import gathered, open_channel
 from tests.support.workers import Workers
 from torch_join import JoinError, PeerFailedError
-from torch_join._control.processes import this_process
+from torch_join._control.peers import this_process
 from torch_join._control.run_polling import run_polling
 from torch_join._control.set_up import SetUp
 

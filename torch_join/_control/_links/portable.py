@@ -8,8 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from torch_join._control._links.link import Link
-from torch_join._control._links.links import Links
+from torch_join._control._links.links import Link, Links
 
 
 class PortableLinks(Links):

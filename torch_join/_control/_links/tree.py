@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 from torch_join._base.errors import JoinError
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
-from torch_join._control._links.node import Node
+from torch_join._control._links.node import ChannelState, Node
 from torch_join._control._links.portable import PortableLinks
-from torch_join._control._links.stream import ChannelState
 
 _READ_SECONDS = 0.05  # the longest single read of a wait
 # A sleeping core takes 0.1 to 0.4 ms to notice a message, and delays the sender as much. This adds up over many waits

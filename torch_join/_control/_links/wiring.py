@@ -24,7 +24,7 @@ from torch_join._control._links.handshake import HOSTS_OWN, Where, accept, conne
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
-from torch_join._control.processes import Process, this_host, this_process
+from torch_join._control.peers import Process, this_host, this_process
 from torch_join._control.set_up import SetUp
 
 _WITHIN = 30.0  # seconds, for all connections
