@@ -24,8 +24,7 @@ from tests.support.inside import connects_within, on_host, reaching_nothing
 from tests.support.workers import Workers
 from torch_join import Join, __version__
 from torch_join._doctor import connections, names, training, versions
-from torch_join._doctor.check import Job
-from torch_join._doctor.report import Finding
+from torch_join._doctor.check import Finding, Job
 from torch_join._doctor.run import run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,7 @@
-"""One check: each rank acts within a deadline, and rank 0 judges. The ranks exchange JSON in the job's store."""
+"""One check: each rank acts within a deadline, and rank 0 judges. The ranks exchange JSON in the job's store.
+
+The judgement is a finding, which is printed.
+"""
 
 import faulthandler
 import json
@@ -7,17 +10,58 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from torch_join._base.errors import name_ranks
-from torch_join._doctor.report import Finding
 
 _GRACE = 3.0  # seconds that rank 0 waits beyond a rank's deadline
+
+
+Verdict = Literal["ok", "warning", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The finding of a check.
+
+    Attributes:
+        name: The name of the check.
+        verdict: Its verdict.
+        text: One or a few sentences.
+        remedy: What to do, unless the verdict is ok.
+        data: Numbers and names, for programs.
+        is_broken: Whether some rank did not complete the check. Checks that need it are then not run.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+    is_broken: bool = False
+
+    @property
+    def line(self) -> str:
+        """The line printed for people."""
+        text = f"{self.verdict:<8} {self.name:<9} {self.text}"
+        return f"{text}\n{'':<18} what to do: {self.remedy}" if self.remedy else text
+
+
+def document(findings: Sequence[Finding], **about: Any) -> str:
+    """Return the JSON document of a run, with `about` added to it."""
+    checks = [asdict(finding) for finding in findings]
+    return json.dumps({**about, "verdict": verdict_of(findings), "checks": checks}, indent=1)
+
+
+def verdict_of(findings: Sequence[Finding]) -> Verdict:
+    """Return the worst verdict."""
+    found = {finding.verdict for finding in findings}
+    return "failed" if found & {"failed", "not run"} else "warning" if "warning" in found else "ok"
 
 
 @dataclass
@@ -130,10 +174,8 @@ class Check:
         for rank, outcome in outcomes.items():
             errors.setdefault(outcome.get("error", ""), []).append(rank)
         own = {error: ranks for error, ranks in errors.items() if error and not error.startswith("PeerFailedError")}
-        texts, remedy = (
-            [f"{name_ranks(ranks)}: {error}" for error, ranks in (own or errors).items() if error],
-            self.remedy,
-        )
+        remedy = self.remedy
+        texts = [f"{name_ranks(ranks)}: {error}" for error, ranks in (own or errors).items() if error]
         if missing:
             texts.insert(0, f"{name_ranks(missing)} did not answer in time: slow, ended, stopped, or never started")
             remedy = f"Read what {name_ranks(missing)} has written to stderr." if self.needs else remedy

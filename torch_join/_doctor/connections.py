@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from torch_join._base.devices import use_device
 from torch_join._control.rendezvous import open_channel
-from torch_join._doctor.check import Check, Job
-from torch_join._doctor.report import Finding
+from torch_join._doctor.check import Check, Finding, Job
 
 _TIMES = 20  # measurements per median
 _REACHES_WITHIN = timedelta(seconds=15)  # torch tries for up to twice as long

@@ -7,8 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
-from torch_join._doctor.check import Check, Job
-from torch_join._doctor.report import Finding
+from torch_join._doctor.check import Check, Finding, Job
 
 # By framework, the modules that rely on its names.
 MODULES = {

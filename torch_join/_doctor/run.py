@@ -12,8 +12,7 @@ from typing import NoReturn, TextIO
 from torch_join import __version__
 from torch_join._base.errors import name_ranks
 from torch_join._doctor import connections, names, training, versions
-from torch_join._doctor.check import Check, Job
-from torch_join._doctor.report import Finding, document, verdict_of
+from torch_join._doctor.check import Check, Finding, Job, document, verdict_of
 
 CHECKS = [
     connections.STORE,

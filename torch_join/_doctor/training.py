@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_join._doctor.check import Check, Job
+from torch_join._doctor.check import Check, Finding, Job
 from torch_join._doctor.connections import TIMEOUT
-from torch_join._doctor.report import Finding
 from torch_join.join import Join
 
 _SEED = 7

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_join import __version__
-from torch_join._doctor.check import Check, Job
-from torch_join._doctor.report import Finding
+from torch_join._doctor.check import Check, Finding, Job
 
 # A copy of the table, written by `scripts/versions`: by package, the lowest version, and the tested ones.
 TESTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "tested.json").read_text())

@@ -24,11 +24,10 @@ from torch_join._base.membership import MeetingPoint
 from torch_join._base.weighting import weighted
 from torch_join._compat import ddp as _compat
 from torch_join._handover.mirror import Known, is_known, known
-from torch_join._participants._gradients.evidence import Gradients
+from torch_join._participants._gradients.evidence import CHANGED, Gradients, Runs, State, runs_of, states_of
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
 from torch_join._participants._gradients.pieces import FIRED, Pieces
 from torch_join._participants._gradients.second_backward import SecondBackward
-from torch_join._participants._gradients.verdicts import CHANGED, Runs, State, runs_of, states_of
 from torch_join._participants._gradients.watch import Watch
 from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, LoopModel, Participant

@@ -24,7 +24,7 @@ from torch_join._control import codec as _codec
 from torch_join._control.codec import Malformed, check, decode, encode, is_closed
 from torch_join._control.reports import Status
 from torch_join._handover.mirror import Changes
-from torch_join._participants._gradients.verdicts import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
+from torch_join._participants._gradients.evidence import CLEARED, FULL, KEPT, NONE, Runs, State, runs_of, states_of
 
 CALL = Call(
     "all_reduce",

@@ -401,8 +401,7 @@ def test_one_call_of_an_optimizer_is_not_how_a_loop_clears(workers: Workers) -> 
 
 
 def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:
-    from torch_join._participants._gradients.evidence import Gradients
-    from torch_join._participants._gradients.verdicts import CHANGED, CLEARED
+    from torch_join._participants._gradients.evidence import CHANGED, CLEARED, Gradients
 
     parameter = nn.Parameter(torch.zeros(3))
     gradients = Gradients([parameter])

@@ -12,8 +12,9 @@ not know.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +23,56 @@ from torch_join._base.devices import read
 from torch_join._base.errors import JoinError
 from torch_join._base.membership import Membership
 from torch_join._compat import ddp as _compat
+from torch_join._control.codec import closed, foreign
 from torch_join._handover.mirror import Known, is_known, known, versions
-from torch_join._participants._gradients.verdicts import CHANGED, CLEARED, FULL, KEPT, NONE, UNKNOWN, ZERO, State
 from torch_join._participants.clears import Clears
 from torch_join._shadow.zero_gradient import empty_sparse
 
 Measure = tuple[Tensor, Tensor] | None  # a gradient's 1-norm, and its sum, which alone shows a change of signs
 Values = tuple[float | None, float | None]
+CLEARED, KEPT, CHANGED, UNKNOWN = "cleared", "kept", "changed", "unknown"
+NONE, ZERO, FULL = "none", "zero", "full"
+
+
+@closed("gradient")
+class State(NamedTuple):
+    """What has happened to one gradient.
+
+    Attributes:
+        verdict: `CLEARED`, `KEPT`, `CHANGED` by hand, or `UNKNOWN`.
+        content: The gradient's current content: `NONE`, `ZERO`, or `FULL` for anything else.
+        norm: The gradient's 1-norm, if it is the kept average of all ranks.
+    """
+
+    verdict: str
+    content: str
+    norm: float | None = None
+
+
+# Runs of equal states, with their lengths: usually all states of a model are equal.
+Runs = list[tuple[State, int]]
+
+
+def runs_of(states: Iterable[State]) -> Runs:
+    """Return the states as runs, the form in which ranks send them."""
+    return [(state, len([*same])) for state, same in groupby(states)]
+
+
+def states_of(runs: Sequence[tuple[State, int]], count: int) -> list[State]:
+    """Return the states that were sent as `runs`.
+
+    Raises:
+        JoinError: `runs` does not hold `count` states.
+    """
+    if any(number < 1 for _, number in runs) or sum(number for _, number in runs) != count:
+        raise foreign("the state of gradients", f"{runs} in place of those of {count} parameters")
+    return [state for state, number in runs for _ in range(number)]
+
+
+def common_verdict(verdicts: Iterable[str]) -> str:
+    """Return `CLEARED` or `KEPT` if there is evidence for one and none for the other, else `UNKNOWN`."""
+    found = {*verdicts} & {CLEARED, KEPT}
+    return found.pop() if len(found) == 1 else UNKNOWN
 
 
 class Gradients:

@@ -11,13 +11,14 @@ Ranks keep verdicts for a while (`Channel.keep`): if the host does not wait for 
 communication hook makes none), active ranks may be some backwards ahead of joined ones.
 """
 
-from torch_join._participants._gradients.evidence import Gradients, holds_something
-from torch_join._participants._gradients.verdicts import (
+from torch_join._participants._gradients.evidence import (
     CLEARED,
     KEPT,
     UNKNOWN,
+    Gradients,
     Runs,
     common_verdict,
+    holds_something,
     runs_of,
     states_of,
 )

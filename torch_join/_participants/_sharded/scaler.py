@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch_join._compat import ddp as _compat
-from torch_join._participants._gradients.verdicts import Runs
+from torch_join._participants._gradients.evidence import Runs
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants.participant import Driver, Participant
 

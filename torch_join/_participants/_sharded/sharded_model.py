@@ -16,9 +16,8 @@ from torch_join._compat import ddp as _compat
 from torch_join._compat import fsdp as _compat_sharded
 from torch_join._control.codec import foreign
 from torch_join._handover.mirror import Known, is_known, known
-from torch_join._participants._gradients.evidence import Gradients
+from torch_join._participants._gradients.evidence import Gradients, Runs, runs_of, states_of
 from torch_join._participants._gradients.other_verdicts import OtherVerdicts
-from torch_join._participants._gradients.verdicts import Runs, runs_of, states_of
 from torch_join._participants._sharded.following import FollowingParticipant
 from torch_join._participants.hook import Hook
 from torch_join._participants.participant import Driver, LoopModel

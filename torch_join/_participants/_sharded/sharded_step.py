@@ -11,7 +11,7 @@ from torch_join._base.attributes import setting
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._compat import ddp as _compat
-from torch_join._participants._gradients.verdicts import Runs
+from torch_join._participants._gradients.evidence import Runs
 from torch_join._participants._sharded.contents import check_state, state_of
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants.hook import around_steps
