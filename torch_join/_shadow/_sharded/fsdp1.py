@@ -34,15 +34,7 @@ class FlatParamUnit:
         self._others_differ = True  # joined ranks may hold more of the unit than their shards
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
-        return [p for p in self._originals if p.requires_grad]
-
-    @property
     def shards(self) -> Sequence[Tensor]:
-        return self._originals
-
-    @property
-    def _originals(self) -> Sequence[Tensor]:
         flat = self._handle.flat_param
         return flat._params if self._handle._use_orig_params else [flat]
 
@@ -138,7 +130,7 @@ class FlatParamUnit:
             observer.before_backward()
             if observer.is_quiet():
                 return run()
-            trained = [p.requires_grad for p in self._originals]
+            trained = [p.requires_grad for p in self.shards]
             with observer.around(index, "reduce", Reduction(trained, True, True, handle.flat_param.grad.dtype)):
                 return run()
 
@@ -192,7 +184,7 @@ class FlatParamUnit:
         self.reshard()
         runtime, fsdp, handle = _compat.runtime, self._fsdp, self._handle
         flat = handle.flat_param
-        for p, is_trained in zip(self._originals, reduction.used, strict=True):
+        for p, is_trained in zip(self.shards, reduction.used, strict=True):
             p.requires_grad_(is_trained)  # FSDP makes gradients only for these
         handle._reset_flat_param_grad_info_if_needed()
         with torch.no_grad():
@@ -232,7 +224,12 @@ class FlatParamUnit:
         flat.grad = flat.data
         flat.data = local
 
-    # ------------------------------------------------------------ gradients
+    # ------------------------------------------------------------ gradients, as a holder of one
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The trainable parameters, whose gradients are parts of this one."""
+        return [p for p in self.shards if p.requires_grad]
 
     @property
     def grad(self) -> Tensor | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from torch_join._shadow._sharded.unit import PART, SHARD, WHOLE, Gather, Observe
 from torch_join._shadow.lost_hooks import noticed
 
 _GATHERED = "_unsharded_param", "_sharded_post_forward_param"  # present only at times
+# The methods of a group that `AnnouncedGroup` replaces by its own of the same name.
+_REPLACED = (
+    *("unshard", "pre_backward", "post_backward", "finalize_backward"),
+    *("_to_sharded", "_to_sharded_post_forward", "_record_post_forward"),
+)
 
 
 def _state(group: Any) -> str:
@@ -45,12 +51,8 @@ class AnnouncedGroup:
     def __init__(self, group: Any, index: int, observer: Observer) -> None:
         self._group, self._index, self._observer = group, index, observer
         self._comm = _compat.gathers_by(group)  # FSDP's own, or the user's
-        self._own_unshard = group.unshard
+        self._own = SimpleNamespace(**{name: getattr(group, name) for name in _REPLACED})
         self._open: ExitStack | None = None  # around the current gather
-        self._own_pre_backward, self._own_post_backward = group.pre_backward, group.post_backward
-        self._own_to_sharded, self._own_finalize = group._to_sharded, group.finalize_backward
-        self._own_to_part = group._to_sharded_post_forward
-        self._own_record = group._record_post_forward
         self._reduces = False
         self.look()
 
@@ -60,24 +62,15 @@ class AnnouncedGroup:
 
     def replace(self) -> Callable[[], None]:
         """Put these methods in place of the group's; return a function that undoes it."""
-        return replace(
-            self._group,
-            unshard=self.unshard,
-            pre_backward=self.pre_backward,
-            post_backward=self.post_backward,
-            _to_sharded=self.to_sharded,
-            _to_sharded_post_forward=self.to_part,
-            finalize_backward=self.finalize_backward,
-            _record_post_forward=self.record_post_forward,
-            **({} if self._comm is None else {"_all_gather_comm": self}),
-        )
+        comm = {} if self._comm is None else {"_all_gather_comm": self}
+        return replace(self._group, **{name: getattr(self, name) for name in _REPLACED}, **comm)
 
     def unshard(self, *args: Any, **kwargs: Any) -> None:
         """Gather, unless a gather is running or done."""
         try:
             if self._comm is None and _compat.will_gather(self._group):
                 self._begin_gather()
-            self._own_unshard(*args, **kwargs)
+            self._own.unshard(*args, **kwargs)
         finally:
             if (opened := self._open) is not None:
                 self._open = None
@@ -104,13 +97,13 @@ class AnnouncedGroup:
     def pre_backward(self, *args: Any) -> None:
         """Announce, before FSDP runs it, that a backward reaches the unit."""
         self._observer.before_backward()
-        self._own_pre_backward(*args)
+        self._own.pre_backward(*args)
 
     def post_backward(self, *args: Any) -> None:
         """Reduce the unit's gradients."""
         self._observer.before_backward()
         if self._observer.is_quiet():
-            self._own_post_backward(*args)
+            self._own.post_backward(*args)
             return
         used, group = self._used(), self._group
         reduction = Reduction(
@@ -122,38 +115,38 @@ class AnnouncedGroup:
         self._reduces = any(used)
         try:
             with self._observer.around(self._index, "reduce", reduction) if self._reduces else nullcontext():
-                self._own_post_backward(*args)
+                self._own.post_backward(*args)
         finally:
             self._reduces = False
 
-    def to_sharded(self) -> None:
+    def _to_sharded(self) -> None:
         """Reshard; announced unless it is part of a reduction."""
         tells = self.others_differ and not self._group.is_sharded and not self._reduces
         with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
-            self._own_to_sharded()
+            self._own._to_sharded()
         self.others_differ = self.others_differ and _is_pending(self._group)
 
-    def to_part(self) -> None:
+    def _to_sharded_post_forward(self) -> None:
         """Reshard over fewer ranks; announced if a backward has left the unit whole."""
         tells, self.target = self.target == WHOLE, PART
         with self._observer.around(self._index, "reshard", PART) if tells else nullcontext():
-            self._own_to_part()
+            self._own._to_sharded_post_forward()
 
     def finalize_backward(self) -> None:
         """Drop the parameters prefetched for a module that did not run; joined ranks hold them too."""
         tells = self.others_differ and _is_pending(self._group)
         with self._observer.around(self._index, "reshard", _state(self._group)) if tells else nullcontext():
-            self._own_finalize()
+            self._own.finalize_backward()
         if tells:
             self.look()
 
-    def record_post_forward(self) -> None:
+    def _record_post_forward(self) -> None:
         """Record that the unit's forward has run: the next backward prefetches in the order of the forwards.
 
         An evaluation, in which ranks differ, must not change that order.
         """
         if torch.is_grad_enabled():
-            self._own_record()
+            self._own._record_post_forward()
 
     def _state_after(self) -> str:
         """Return the state after the current phase."""
@@ -192,10 +185,6 @@ class ParamGroupUnit:
         self._group = group
         self._init = init
         self._announced: AnnouncedGroup | None = None
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        return [p.sharded_param for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
     @property
     def holders(self) -> Sequence[Tensor]:

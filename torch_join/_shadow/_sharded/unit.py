@@ -79,10 +79,6 @@ class Unit(Protocol):
     name: str
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters that an optimizer steps: this rank's shards of the trainable ones."""
-
-    @property
     def shards(self) -> Sequence[Tensor]:
         """This rank's shards of all parameters, frozen ones included."""
 
