@@ -237,7 +237,7 @@ class Channel:
 
         Each rank keeps the value until it passes the next record that this rank writes, or for good if it `lasts`.
         """
-        data = value if type(value) is _codec.Encoded else _codec.encode(value)
+        data = _codec.encode(value)
         with self._links.lock:
             self._node.post(self._number, _FOR_GOOD if lasts else self.records, key, data)
 
@@ -463,7 +463,7 @@ class Channel:
         """
         if meets:
             self.gather(None)
-        self._stream.place = _node.no_place
+        self._stream.place = lambda: None
         self._tree.channels.pop(self._number, None)
         self._tree.part()  # sends reported failures before the process may end
         if self.world_size > 1:  # else others may share it

@@ -117,10 +117,6 @@ class Peers:
         """Return the ranks' global numbers in words."""
         return name_ranks(self.global_ranks[rank] for rank in ranks)
 
-    def gone(self) -> list[int]:
-        """Return the ranks on this host whose processes have ended."""
-        return [rank for rank, process in self.processes.items() if not process.is_there]
-
     def begin_to_watch(self) -> None:
         """Start a wait: forget the suspects of earlier waits."""
         self._suspects = {}
@@ -131,9 +127,9 @@ class Peers:
         Args:
             suspects: Further ranks that block others, and why.
         """
-        if found := dict.fromkeys(self.gone(), GONE) or self._in_the_way(suspects):
-            return self.first_of(found)
-        return None
+        gone = [rank for rank, process in self.processes.items() if not process.is_there]
+        found = dict.fromkeys(gone, GONE) or self._in_the_way(suspects)
+        return self.first_of(found) if found else None
 
     def first_of(self, found: Mapping[int, str]) -> tuple[int, str]:
         """Return one of the failed ranks, and why it failed; some ranks may have left because another failed first."""

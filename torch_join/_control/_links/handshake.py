@@ -30,17 +30,6 @@ Where = tuple[list[str], int]  # addresses and port of a listening rank
 # ------------------------------------------------------------ the listening end
 
 
-class _Stranger:
-    """A connection whose other end has not proved that it knows the secret."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.socket = connection
-        self.nonce = secrets.token_bytes(_NONCE)
-        self.said = b""
-        self.deadline = time.monotonic() + _STRANGER_SECONDS
-
-
 def accept(
     listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, look: Callable[[], None]
 ) -> dict[int, socket.socket]:
@@ -54,15 +43,16 @@ def accept(
         look: Called repeatedly.
     """
     found: dict[int, socket.socket] = {}
-    strangers: list[_Stranger] = []
+    # By connection whose other end has not proved that it knows the secret: the nonce for it to sign, and its deadline.
+    strangers: dict[socket.socket, tuple[bytes, float]] = {}
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
 
-        def drop(stranger: _Stranger) -> None:
-            selector.unregister(stranger.socket)
-            strangers.remove(stranger)
-            stranger.socket.close()
+        def drop(stranger: socket.socket) -> None:
+            del strangers[stranger]
+            selector.unregister(stranger)
+            stranger.close()
 
         try:
             while len(found) < len(children):
@@ -73,36 +63,32 @@ def accept(
                 for key, _ in selector.select(_LOOKS_EVERY):
                     if key.fileobj is listener:
                         try:
-                            stranger = _Stranger(listener.accept()[0])
+                            stranger, nonce = listener.accept()[0], secrets.token_bytes(_NONCE)
                             if len(strangers) == _MOST_STRANGERS:
-                                drop(strangers[0])
-                            strangers.append(stranger)
-                            selector.register(stranger.socket, selectors.EVENT_READ, stranger)
-                            stranger.socket.send(stranger.nonce)
+                                drop(next(iter(strangers)))
+                            stranger.setblocking(False)
+                            selector.register(stranger, selectors.EVENT_READ)
+                            strangers[stranger] = nonce, time.monotonic() + _STRANGER_SECONDS
+                            stranger.send(nonce)
                         except OSError as error:
                             if error.errno in (errno.EMFILE, errno.ENFILE):  # no child can be accepted either
                                 raise
-                        continue
-                    stranger = key.data
-                    try:
-                        data = stranger.socket.recv(_HELLO.size - len(stranger.said))
-                    except OSError:
-                        data = b""
-                    stranger.said += data
-                    if data and len(stranger.said) < _HELLO.size:
-                        continue
-                    rank = _check(stranger, secret) if data else None
-                    if rank not in children.keys() - found.keys():
-                        drop(stranger)
-                        continue
-                    assert rank is not None
-                    selector.unregister(stranger.socket)
-                    strangers.remove(stranger)
-                    nonce = _HELLO.unpack(stranger.said)[1]
-                    stranger.socket.setblocking(True)
-                    stranger.socket.sendall(_sign(secret, "parent", rank, nonce))
-                    found[rank] = stranger.socket
-                for stranger in [one for one in strangers if time.monotonic() > one.deadline]:
+                    elif (stranger := cast(socket.socket, key.fileobj)) in strangers:
+                        try:
+                            rank, theirs, signature = _HELLO.unpack(stranger.recv(_HELLO.size))
+                        except (OSError, struct.error):  # a child of which only a part has come will connect again
+                            drop(stranger)
+                            continue
+                        is_child = hmac.compare_digest(signature, _sign(secret, "child", rank, strangers[stranger][0]))
+                        if not is_child or rank not in children.keys() - found.keys():
+                            drop(stranger)
+                            continue
+                        del strangers[stranger]
+                        selector.unregister(stranger)
+                        stranger.setblocking(True)
+                        stranger.sendall(_sign(secret, "parent", rank, theirs))
+                        found[rank] = stranger
+                for stranger in [one for one, (_, until) in strangers.items() if time.monotonic() > until]:
                     drop(stranger)
         except BaseException:
             for connection in found.values():
@@ -112,11 +98,6 @@ def accept(
             for stranger in [*strangers]:
                 drop(stranger)
     return found
-
-
-def _check(stranger: _Stranger, secret: bytes) -> int | None:
-    rank, _, signature = _HELLO.unpack(stranger.said)
-    return rank if hmac.compare_digest(signature, _sign(secret, "child", rank, stranger.nonce)) else None
 
 
 # ------------------------------------------------------------ the connecting end

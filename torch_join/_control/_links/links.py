@@ -38,11 +38,6 @@ _READS_WITHIN = 0.1  # seconds after which the thread reads for a process that h
 Handle = Callable[[int, int, int, bytes], None]  # called with sender, kind, stream and payload
 
 
-def pack(kind: int, stream: int, payload: bytes) -> bytes:
-    """Return the bytes of a message."""
-    return _HEADER.pack(len(payload), kind, stream) + payload
-
-
 class Link:
     """A connection with its incomplete messages.
 
@@ -177,7 +172,7 @@ class Links:
 
     def send(self, peers: Iterable[int], kind: int, stream: int, payload: bytes) -> None:
         """Send a message to each peer; if there is no room for all of it, the rest is sent later."""
-        message = pack(kind, stream, payload)
+        message = _HEADER.pack(len(payload), kind, stream) + payload
         with self.lock:
             for peer in peers:
                 if (link := self._takers.get(peer)) is not None:  # else a waiting thread finds that it is gone

@@ -68,10 +68,6 @@ def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
     return barrier, came, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
 
 
-def no_place() -> None:
-    """Give no answer to a health check."""
-
-
 @dataclass
 class ChannelState:
     """The state of a channel on this rank, from the messages that have come."""
@@ -88,7 +84,8 @@ class ChannelState:
     # notices (or values).
     arrivals: dict[tuple[int, int], tuple[int, int, bytes]] = field(default_factory=dict)
     barriers: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)  # complete ones: sum and notices
-    place: Callable[[], Callable[[], bytes] | None] = no_place  # returns the function that answers health checks
+    # Returns the function that answers health checks, if any does.
+    place: Callable[[], Callable[[], bytes] | None] = lambda: None
     places: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by rank: the last answer, after its call
     calls: int = 0  # the number of health checks
     called_at: float = -math.inf  # when this rank received the last one
