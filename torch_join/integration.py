@@ -34,8 +34,7 @@ from torch_join._lockstep.lockstep_join import LockstepJoin
 from torch_join._lockstep.placeholder_lockstep import PlaceholderLockstep
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._monitor.monitor import check_monitored
-from torch_join._monitor.records import EpochRecord, RankRecord
-from torch_join._monitor.stopwatch import Stopwatch
+from torch_join._monitor.records import EpochRecord, RankRecord, Stopwatch
 from torch_join._participants._metrics.module_metrics import ModuleMetrics
 from torch_join._participants.arguments import listed, refuse_misspelt
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model

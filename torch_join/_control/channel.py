@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
+from torch_join._base.errors import JoinError, JoinTimeoutError, JoinValueError, PeerFailedError, raise_any
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.tree import Tree
 from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
 from torch_join._control.peers import LEFT, MOST_TEXT, Peers
-from torch_join._control.reports import BarrierResult, Health, Status, waited_in_vain
+from torch_join._control.reports import BarrierResult, Health, Status
 
 T = TypeVar("T")
 
@@ -512,7 +512,12 @@ class Channel:
             return why
         busy = [rank for rank, (waits, _) in answers.items() if not waits]
         who = f"{self._peers.name(busy)} did not reach it" if busy else "all wait"
-        return waited_in_vain(waited, who)
+        return JoinTimeoutError(
+            f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
+            " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
+            " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself"
+            " (pass the counter to Join). Run `py-spy dump` to see where the ranks are."
+        )
 
 
 def _units(count: float) -> int:

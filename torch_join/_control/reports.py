@@ -1,9 +1,8 @@
-"""The results of a channel's barriers and health checks, and the error for a timeout."""
+"""The results of a channel's barriers and health checks."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch_join._base.errors import JoinTimeoutError
 from torch_join._base.synced_steps import Synced
 from torch_join._control.codec import closed
 
@@ -54,18 +53,3 @@ class Health(NamedTuple):
 
     answers: dict[int, tuple[bool, Status | None]]
     silent: list[int]
-
-
-def waited_in_vain(waited: str, who: str) -> JoinTimeoutError:
-    """Return the error of a rank whose channel's timeout is over.
-
-    Args:
-        waited: The text that says which rank has waited for which ranks, and for how long.
-        who: The text that says what the awaited ranks are doing.
-    """
-    return JoinTimeoutError(
-        f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
-        " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
-        " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself (pass"
-        " the counter to Join). Run `py-spy dump` to see where the ranks are."
-    )

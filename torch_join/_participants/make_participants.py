@@ -17,7 +17,7 @@ from torch_join._participants.ddp_model import ModelParticipant
 from torch_join._participants.kinds import holds_metrics, holds_shards, is_engine, of_engines
 from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import RayParticipant, Report, ReportParticipant, runs_in_ray
-from torch_join._participants.unregistered_model import UnregisteredModelParticipant
+from torch_join._participants.unregistered import UnregisteredModelParticipant
 from torch_join._participants.zero_optimizer import ShardedOptimizerParticipant
 
 

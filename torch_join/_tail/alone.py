@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.errors import JoinValueError
 from torch_join._control.channel import Channel
-from torch_join._monitor.stopwatch import Stopwatch
+from torch_join._monitor.records import Stopwatch
 from torch_join._participants.options import Options
 from torch_join._schedule.placeholders import Placeholder
 from torch_join._tail.batch_loop import BatchLoop, Place

@@ -15,7 +15,7 @@ from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import Synced, SyncedSteps
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way
-from torch_join._monitor.stopwatch import Stopwatch
+from torch_join._monitor.records import Stopwatch
 from torch_join._schedule.placeholders import Placeholder
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.placeholder_loop import PlaceholderLoop

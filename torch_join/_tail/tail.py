@@ -20,7 +20,7 @@ from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.ddp_model import ModelParticipant
 from torch_join._participants.kinds import is_sharded_model, stateful, unsynced_models
 from torch_join._participants.options import Options
-from torch_join._participants.unregistered_model import missing_model
+from torch_join._participants.unregistered import missing_model
 from torch_join._tail.records import END
 from torch_join._tail.stale_reads import StaleReads
 from torch_join._tail.tail_log import TailLog

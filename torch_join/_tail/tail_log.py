@@ -20,7 +20,7 @@ from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._control.reports import Status
 from torch_join._participants.participant import Announcer, LoopModel, Participant
-from torch_join._participants.unregistered_metric import notice_metric
+from torch_join._participants.unregistered import notice_metric
 from torch_join._tail import records as _records
 from torch_join._tail.agreement import Agreement, explain, explain_counts
 

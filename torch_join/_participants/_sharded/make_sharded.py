@@ -10,9 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import ddp as _compat
 from torch_join._participants._sharded.clipping import ClippingParticipant
-from torch_join._participants._sharded.scaler import ShardedScalerParticipant
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
-from torch_join._participants._sharded.sharded_step import ShardedStepParticipant
+from torch_join._participants._sharded.sharded_step import ShardedScalerParticipant, ShardedStepParticipant
 from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.kinds import holds_shards, is_sharded_model
 from torch_join._participants.participant import Driver, Participant
