@@ -14,6 +14,7 @@ from torch_join._control._links.layout import Layout
 from torch_join._control._links.node import Node
 from torch_join._control._links.tree import Tree
 from torch_join._control.channel import Channel
+from torch_join._control.peers import Peers
 
 
 def trees(world_size: int) -> list[Tree]:
@@ -30,7 +31,7 @@ def unmade(world_size: int) -> list[Callable[[], Tree]]:
             ends[rank][child], ends[child][rank] = socket.socketpair()
     names = range(world_size)
     return [
-        partial(Tree, its, Node(layout, rank, {}, names, lambda _: None))
+        partial(Tree, its, Node(layout, Peers(rank, names, {}), lambda _: None))
         for rank, (its, layout) in enumerate(zip(ends, layouts, strict=True))
     ]
 

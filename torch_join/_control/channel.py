@@ -19,7 +19,7 @@ from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.tree import Tree
 from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
-from torch_join._control.peers import LEFT, MOST_TEXT, Peers
+from torch_join._control.peers import LEFT, MOST_TEXT
 from torch_join._control.reports import BarrierResult, Health, Status
 
 T = TypeVar("T")
@@ -57,23 +57,21 @@ class Channel:
         self._tree = tree = tree or Tree.of_one()
         self._node, self._links = tree.node, tree.links
         self.thread = threading.get_ident(), threading.get_native_id()
-        if len(tree.node.global_ranks) > 1:
+        if len(tree.node.peers.global_ranks) > 1:
             tree.watch = tree.watch or Watch(tree)
         self._number, self._stream = tree.open()
         self._timeout = timeout
-        self.rank = tree.node.rank
-        self.global_ranks = tree.node.global_ranks
+        self._peers = copy.copy(tree.node.peers)
+        self.rank, self.global_ranks = self._peers.rank, self._peers.global_ranks
         self.world_size = len(self.global_ranks)
         self.status: Callable[[], Status | None] = lambda: None
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
         self.suspect: Callable[[], object] = lambda: None
         self.before_meeting: Callable[[], object] = lambda: None
-        self._peers = Peers(self.rank, self.global_ranks, tree.node.processes, tree.node.layout.elsewhere)
         self.barrier_number, self._them = 0, 0  # `_them`: the ranks of that barrier, as bits
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this rank took part
-        self._is_awake = False  # in a wait after which other ranks wait for this rank's answer
         self._heard: JoinError | None = None
         self._told: str | None = None  # the first failure of this rank that it has reported
         # A weak reference, so that Python frees a dropped channel at once.
@@ -220,11 +218,7 @@ class Channel:
             JoinTimeoutError: No record came within the channel's timeout.
         """
         self._pass_log()  # values posted with this record can still be read after it has come
-        self._is_awake = True
-        try:
-            record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 0))
-        finally:
-            self._is_awake = False
+        record = self.read(f"log/{self.records}", meanwhile, of, ("record", self.records, 0))
         self.records += 1
         return record
 
@@ -500,8 +494,9 @@ class Channel:
 
         self.thread = threading.get_ident(), threading.get_native_id()
         self.awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
+        is_awake = self.awaits[0] == "record"  # then other ranks wait for what this rank does next
         try:
-            self._tree.wait(ready, look, self._stream if meanwhile is None else None, self._is_awake)
+            self._tree.wait(ready, look, self._stream if meanwhile is None else None, is_awake)
         finally:
             self.awaits = None
 

@@ -298,7 +298,7 @@ class Watch:
 
     def _end_in_vain(self, here: Where) -> None:
         """End a wait that a reported failure makes futile: a wait in a circle, or for a rank that has raised."""
-        me, names = self._node.rank, self._node.global_ranks
+        me, names = self._node.rank, self._node.peers.global_ranks
         streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
         told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
         circle = self._told or next((text for _, text in told if text.startswith(DEADLOCK)), "")
@@ -314,7 +314,7 @@ class Watch:
 
     def _judge(self, here: Where, now: float) -> None:
         """Judge the answers, and report a deadlock to all ranks."""
-        me, names = self._node.rank, self._node.global_ranks
+        me, names = self._node.rank, self._node.peers.global_ranks
         places = self._places()
         stuck = deadlocked(places, names)
         if me in stuck:

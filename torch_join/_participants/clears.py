@@ -39,12 +39,10 @@ class Clears:
         self._zero_grad = self._counted(optimizer.zero_grad)
         # Replace the object's method, as LR schedulers do with `step`: torch has no hook for `zero_grad`.
         optimizer.zero_grad = self._zero_grad
-        self._counts = False
-        self._remove_hook: Callable[[], None] = lambda: None
+        self._remove_hook: Callable[[], None] | None = None  # none: steps are not counted
         # A subclass of `Optimizer` may not have called its base's constructor.
         with suppress(AttributeError, TypeError):
             self._remove_hook = optimizer.register_step_post_hook(Hook(self._stepped)).remove
-            self._counts = True
 
     def _counted(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +60,7 @@ class Clears:
 
     def clears_each_step(self, calls: int, steps: int) -> bool:
         """Whether there was a call for each step since these numbers, so that this is how the loop clears gradients."""
-        return self._counts and self.calls - calls >= max(1, self.steps - steps - 1)
+        return self._remove_hook is not None and self.calls - calls >= max(1, self.steps - steps - 1)
 
     def note_backward(self, batch: tuple[int, int], syncs: bool = True) -> None:
         """Note a backward that adds to the optimizer's gradients; `batch` is the loop's number and the step."""
@@ -83,7 +81,7 @@ class Clears:
         model in the path of another model's loss, or of a skipped step. So this is true only for a loop that has
         accumulated over batches more often than it has cleared gradients without a step; `None` if it has done neither.
         """
-        if not self._counts or self._batch is None:
+        if self._remove_hook is None or self._batch is None:
             return False
         accumulates = holds_others or self._windows > self._discards or (self._spans > 1 and not self._discards)
         if not accumulates and self._discards:
@@ -105,7 +103,8 @@ class Clears:
 
     def remove(self) -> None:
         """Restore the original `zero_grad`."""
-        self._remove_hook()
+        if self._remove_hook is not None:
+            self._remove_hook()
         self._cleared = []
         if vars(self._optimizer).get("zero_grad") is self._zero_grad:
             del vars(self._optimizer)["zero_grad"]

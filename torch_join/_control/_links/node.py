@@ -11,13 +11,13 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch_join._control import codec as _codec
 from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
-from torch_join._control.peers import BROKEN, GONE, Process
+from torch_join._control.peers import BROKEN, GONE, Peers
 
 POST, FAIL, ADD, ASK, ANSWER, UP, DOWN, CALL, PLACE = range(9)  # kinds of messages
 _POST = struct.Struct("<QI")  # the last record, and the size of the name; the name and the value follow
@@ -109,9 +109,7 @@ class Node:
 
     Args:
         layout: The tree.
-        rank: This rank.
-        processes: The processes of the ranks on this rank's host.
-        global_ranks: By rank, its number in errors.
+        peers: The other ranks.
         is_gone: Returns whether the process of a rank on another host has ended, or `None` if that is unknown.
 
     Attributes:
@@ -120,18 +118,8 @@ class Node:
 
     links: Links
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        processes: Mapping[int, Process],
-        global_ranks: Sequence[int],
-        is_gone: Callable[[int], bool | None],
-    ) -> None:
-        self.layout = layout
-        self.rank = rank
-        self.processes = processes
-        self.global_ranks = global_ranks
+    def __init__(self, layout: Layout, peers: Peers, is_gone: Callable[[int], bool | None]) -> None:
+        self.layout, self.peers, self.rank = layout, peers, peers.rank
         self._is_gone = is_gone
         self._neighbours = [*layout.children, *([] if layout.parent is None else [layout.parent])]
         self.streams: dict[int, ChannelState] = {}
@@ -154,8 +142,7 @@ class Node:
         elif kind == PLACE:
             self._note_place(peer, number, payload)
         else:
-            self._note(number, kind, payload)
-            self.pass_on(peer, kind, number, payload)
+            self._say(number, kind, payload, peer)
 
     def end(self, number: int) -> None:
         """Forget a stream; other ranks' messages in it are still passed on."""
@@ -183,20 +170,16 @@ class Node:
         if (stream := self._stream(number)) is not None and stream.failure is None:
             self._say(number, FAIL, told)
 
-    def _say(self, number: int, kind: int, payload: bytes) -> None:
-        self._note(number, kind, payload)
-        self.pass_on(None, kind, number, payload)
-
-    def _note(self, number: int, kind: int, payload: bytes) -> None:
-        """Note a message to all ranks."""
-        if (stream := self._stream(number)) is None:
-            return
-        if kind == FAIL:
+    def _say(self, number: int, kind: int, payload: bytes, source: int | None = None) -> None:
+        """Note a message to all ranks, and pass it on."""
+        stream = self._stream(number)
+        if stream is not None and kind == FAIL:
             stream.failure = stream.failure or payload
-        else:
+        elif stream is not None:
             until, length = _POST.unpack_from(payload)
             end = _POST.size + length
             stream.keep_until(until, payload[_POST.size : end].decode(), payload[end:])
+        self.pass_on(source, kind, number, payload)
 
     # ------------------------------------------------------------ messages that many ranks send to all, once
 
@@ -303,7 +286,7 @@ class Node:
         for peer, seconds in ended.items():
             if peer in self._lost:
                 continue
-            process = self.processes.get(peer)
+            process = self.peers.processes.get(peer)
             gone = self._is_gone(peer) if process is None else not process.is_there
             if gone is None:
                 text = "its process, its host or the network to it is gone. Read its log."
@@ -313,9 +296,10 @@ class Node:
                 continue
             else:
                 self.stays_until = time.monotonic() + _NOTICES_WITHIN
-                names = sorted((self.global_ranks[self.rank], self.global_ranks[peer]))
+                global_ranks = self.peers.global_ranks
+                names = sorted((global_ranks[self.rank], global_ranks[peer]))
                 # Forked children, such as a DataLoader's workers, keep a process's connections open for some seconds.
-                maybe = f"either the network failed, or rank {self.global_ranks[peer]}'s process is gone. Read its log."
+                maybe = f"either the network failed, or rank {global_ranks[peer]}'s process is gone. Read its log."
                 text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
                 self._lost[peer] = text

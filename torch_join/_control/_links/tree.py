@@ -14,6 +14,7 @@ from torch_join._control._links.layout import Layout
 from torch_join._control._links.links import Links
 from torch_join._control._links.node import ChannelState, Node
 from torch_join._control._links.portable import PortableLinks
+from torch_join._control.peers import Peers
 
 _READ_SECONDS = 0.05  # the longest single read of a wait
 # A sleeping core takes 0.1 to 0.4 ms to notice a message, and delays the sender as much. This adds up over many waits
@@ -37,7 +38,7 @@ class Tree:
     """
 
     def __init__(self, connections: Mapping[int, socket], node: Node) -> None:
-        self._has_cores = bool(connections) and len(node.processes) < (os.cpu_count() or 1)
+        self._has_cores = bool(connections) and len(node.peers.processes) < (os.cpu_count() or 1)
         self.node = node
         kind = Links if has_epoll() else PortableLinks
         node.links = self.links = kind(connections, node.handle, node.look_after)
@@ -49,7 +50,7 @@ class Tree:
     @classmethod
     def of_one(cls) -> "Tree":
         """Return the tree of a world of one."""
-        return cls({}, Node(Layout([""], 0), 0, {}, range(1), lambda _: None))
+        return cls({}, Node(Layout([""], 0), Peers(0, range(1), {}), lambda _: None))
 
     def wait(
         self,

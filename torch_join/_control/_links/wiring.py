@@ -55,7 +55,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     rank, names = set_up.rank, set_up.peers.global_ranks
     here: _Here = (this_host(), *this_process(), secrets.token_hex(32))
     everyone = set_up.exchange(here, of=_Here)
-    set_up.peers.processes = processes = {
+    set_up.peers.processes = {
         peer: Process(pid, began)
         for peer, (host, pid, began, _) in enumerate(everyone)
         if host == here[0] and peer != rank and pid
@@ -90,7 +90,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
                 if listener is not None:
                     children = {child: names[child] for child in layout.children}
                     connections.update(accept(listener, children, secret, deadline, set_up.look))
-                tree = Tree(connections, Node(layout, rank, processes, names, is_gone))
+                tree = Tree(connections, Node(layout, set_up.peers, is_gone))
             except JoinError:  # a rank is gone
                 raise
             except Exception as error:

@@ -48,14 +48,13 @@ class Pieces:
         self._is_whole = False  # whether the current backward was announced as a whole
         self._due: set[int] = set()  # on a joined rank: the parameters whose gradients have not come yet
         self._output: Callable[[], None] | None = None  # runs the whole backward at once, in a first iteration
-        self._around = ExitStack()
-        self._is_open = False  # whether `_around` holds a context
+        self._around: ExitStack | None = None  # around the pieces of a backward
 
     # ------------------------------------------------------------ on an active rank
 
     def before_forward(self) -> None:
         """Drop the state of the last backward, which may have raised."""
-        if self.under_way or self._is_whole or self._is_open:
+        if self.under_way or self._is_whole or self._around is not None:
             self.reset()
         self._delays = _compat.delays_all_reduce(self._shadow.ddp) if self._shadow.first.decides else False
 
@@ -123,19 +122,19 @@ class Pieces:
     def reset(self) -> None:
         """Drop the current backward."""
         self.under_way = self._is_whole = False
-        if self._is_open:
-            self._is_open, self._output = False, None
+        if (around := self._around) is not None:
+            self._around = self._output = None
             self._due.clear()
-            self._around.close()
+            around.close()
 
     # ------------------------------------------------------------ on a joined rank
 
     def open(self, run_all: Callable[[], None]) -> None:
         """Start a backward whose pieces will come; `run_all` runs the whole backward."""
-        self._around.close()
+        self.reset()
         self._due = set(self._shadow.firing)
         self._output = run_all if _compat.delays_all_reduce(self._shadow.ddp) else None
-        self._is_open = True
+        self._around = ExitStack()
         self._around.enter_context(self._shadow.around_backward(in_pieces=True))
 
     def mirror(self, places: list[int]) -> None:
