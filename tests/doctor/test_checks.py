@@ -23,12 +23,12 @@ import torch.distributed as dist
 from tests.support.inside import connects_within, on_host, reaching_nothing
 from tests.support.workers import Workers
 from torch_join import Join, __version__
-from torch_join._doctor import connections, names, training, versions
+from torch_join._doctor import connections, training, versions
 from torch_join._doctor.check import Finding, Job
 from torch_join._doctor.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = [connections.STORE, versions.CHECK, connections.BACKEND, connections.LINKS, training.EPOCH, training.COST]
+CHECKS = [connections.STORE, versions.VERSIONS, connections.BACKEND, connections.LINKS, training.EPOCH, training.COST]
 
 
 def run_checks(rank: int, path: str, broken: str, seconds: dict[str, float]) -> list[Finding]:
@@ -197,20 +197,22 @@ def test_names_that_have_gone(tmp_path: Path) -> None:
     for package in ("lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
-    program = "import json; from torch_join._doctor.names import Job, import_all; print(json.dumps(import_all(Job())))"
+    program = (
+        "import json; from torch_join._doctor.versions import Job, import_all; print(json.dumps(import_all(Job())))"
+    )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": path}
     said = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     assert [name for name, problem in said.items() if not problem] == ["torch"]
-    finding = names.judge_names([said, {}])
+    finding = versions.judge_names([said, {}])
     assert finding.verdict == "warning"  # it may be installed, and not used
     assert "rank 0: " in finding.text
     assert "accelerate" in finding.text
 
 
 def test_the_ranks_of_a_host_share_the_frameworks() -> None:
-    with mock.patch.object(names, "MODULES", {"json": ["json"], "math": ["math"], "not_there": []}):
-        said = [names.import_all(Job(local_rank=rank, local_world_size=2)) for rank in range(2)]
+    with mock.patch.object(versions, "MODULES", {"json": ["json"], "math": ["math"], "not_there": []}):
+        said = [versions.import_all(Job(local_rank=rank, local_world_size=2)) for rank in range(2)]
     assert said == [{"json": ""}, {"math": ""}]
 
 

@@ -11,16 +11,16 @@ from typing import NoReturn, TextIO
 
 from torch_join import __version__
 from torch_join._base.errors import name_ranks
-from torch_join._doctor import connections, names, training, versions
+from torch_join._doctor import connections, training, versions
 from torch_join._doctor.check import Check, Finding, Job, document, verdict_of
 
 CHECKS = [
     connections.STORE,
-    versions.CHECK,
+    versions.VERSIONS,
     connections.BACKEND,
     connections.LINKS,
     training.EPOCH,
-    names.CHECK,
+    versions.NAMES,
     training.COST,
 ]
 _RANKS = 3

@@ -109,7 +109,7 @@ class ModelShadow:
     def forward_again(self) -> Tensor:
         """Return a new result of `forward`, if parameters have been frozen or unfrozen since it ran."""
         with torch.enable_grad():
-            zero = self.zero() if self.firing else torch.zeros((), device=self.parameters[0].device)
+            zero = self.zero()
             if self._finds_unused:
                 _compat.expect_gradients(self.ddp, zero)
         return zero
@@ -127,7 +127,7 @@ class ModelShadow:
             if self._finds_unused:
                 if in_pieces:  # else parameters outside the forward's graph would count as ready at once
                     with torch.enable_grad():
-                        _compat.expect_gradients(self.ddp, self._zero_of(self._firing()))
+                        _compat.expect_gradients(self.ddp, self.zero_of(self.firing))
                 stack.enter_context(_using_nothing(self.ddp, self.parameters, self._connected(), self.accumulated))
             yield
         if self.ddp.require_backward_grad_sync:
@@ -218,7 +218,7 @@ class ModelShadow:
 
     def _connected(self) -> list[Tensor]:
         """Return the parameters in the graph of a shadow's forward."""
-        parameters = self._firing()
+        parameters = [self.parameters[place] for place in self.firing]
         if not self._finds_unused:
             return parameters
         dense = [p for p in parameters if id(p) not in self.sparse]
@@ -229,9 +229,6 @@ class ModelShadow:
     def firing(self) -> list[int]:
         """The parameters, by place, for which DDP expects a gradient in a backward."""
         return [place for place, p in enumerate(self.parameters) if p.requires_grad and self.first.fires(p)]
-
-    def _firing(self) -> list[Tensor]:
-        return [self.parameters[place] for place in self.firing]
 
     @property
     def frozen(self) -> list[int]:
