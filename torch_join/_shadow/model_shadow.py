@@ -12,20 +12,22 @@ weight decay would move parameters that no rank used.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._compat import ddp as _compat
 from torch_join._compat.c10d import changing_all_reduces
 from torch_join._shadow.buffer_news import BufferNews
 from torch_join._shadow.first_iteration import FirstIteration
 from torch_join._shadow.reach import leads_to
-from torch_join._shadow.streams import accumulators, streams_waiting
 from torch_join._shadow.zero_gradient import zero_gradient
 
 
@@ -328,3 +330,39 @@ def _reporting_unused(parameters: Sequence[Tensor], unused: Sequence[int]) -> Ab
                 tensor[list(unused)] = 0
 
     return changing_all_reduces(change)
+
+
+# ---------------------------------------------------------------- streams of a device
+
+
+def accumulators(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of parameters, also of frozen ones; DDP keeps them alive."""
+    nodes = []
+    for parameter in parameters:
+        with setting(parameter, requires_grad=True):
+            nodes.append(get_gradient_edge(parameter).node)
+    return nodes
+
+
+@contextmanager
+def streams_waiting(nodes: Sequence[Any]) -> Iterator[None]:
+    """Make nodes that accumulate gradients wait, on their streams, for the work of the current stream so far.
+
+    Their stream is usually the one that was current when DDP was made. Autograd makes it wait for gradients that come,
+    but not if none comes: then DDP would clear a bucket there that the last step is still averaging. This relies on two
+    facts. Autograd runs a node, with its hooks, on the stream that was current when it was made. At the end of a
+    backward, the current stream waits for the streams of all nodes that accumulate gradients.
+
+    Args:
+        nodes: The nodes, see `accumulators`.
+    """
+    current = {device: torch.accelerator.current_stream(device) for device in {n.variable.device for n in nodes}}
+
+    def wait(device: torch.device, _: Any) -> None:
+        if (own := torch.accelerator.current_stream(device)) != current[device]:
+            own.wait_stream(current[device])
+
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.register_prehook(partial(wait, node.variable.device)).remove)
+        yield

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_join._shadow.streams import accumulators, streams_waiting
+from torch_join._shadow.model_shadow import accumulators, streams_waiting
 
 
 def test_an_interruption_leaves_no_hook() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch_join._base.errors import UnsupportedError
 from torch_join._compat import fsdp as _compat
 from torch_join._participants._gradients.evidence import Runs
+from torch_join._participants._sharded.following import is_first_generation
 from torch_join._participants._sharded.sharded_model import ShardedModelParticipant
 from torch_join._participants.participant import Driver, Participant
-from torch_join._shadow._sharded.units import is_first_generation
 
 
 class ClippingParticipant(Participant):
