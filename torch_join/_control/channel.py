@@ -279,13 +279,13 @@ class Channel:
         answers = self._stream.answers
         for rank, number in asked.items():
             self._until(lambda: number in answers, awaits=("ask", 0, 1 << rank))  # noqa: B023
-        return {rank: self._decode(repr(key), answers.pop(number), of) for rank, number in asked.items()}
+        return {rank: self._decode(repr(key), answers.pop(number)[1], of) for rank, number in asked.items()}
 
     def add(self, key: str, number: int) -> int:
         """Add to the number of this name, which starts at 0; return the sum. Rank 0 keeps the last few sums."""
         asked, answers = self._ask(_node.ADD, 0, key, number), self._stream.answers
         self._until(lambda: asked in answers)
-        return int.from_bytes(answers.pop(asked), "little", signed=True)
+        return answers.pop(asked)[0]
 
     def _ask(self, kind: int, rank: int, key: str, number: int) -> int:
         with self._links.lock:

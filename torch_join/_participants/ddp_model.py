@@ -114,8 +114,7 @@ class ModelParticipant(Participant, LoopModel):
         if self.driver.meets_at is MeetingPoint.TOP:
             self.remember()
             self._note_buffers(self.ddp.module.buffers())
-        if not self._watch.is_on:
-            self._watch.begin(self._before_gradient)
+        self._watch.begin(self._before_gradient)
 
     def leave_tail(self) -> None:
         if not self.members.meets_late:

@@ -28,8 +28,8 @@ _BEAT_BYTES = _BARRIER.size
 SUMS, GATHERS = 1 << 62, 1 << 63
 _KEPT, _SUMS_KEPT = 4096, 16  # the most values that a rank keeps for others, and sums that rank 0 keeps
 VALUE = struct.Struct("<II")  # the rank, and the number of bytes that follow
-QUESTION = struct.Struct("<IIIq")  # the rank asked, the rank asking, the question's number, an operand
-_ANSWER = struct.Struct("<II")  # the rank that asked, and the question's number
+# A question or an answer has the rank that it is for, the sending rank, the question's number, and an operand or sum.
+QUESTION = struct.Struct("<IIIq")
 _CALL, _PLACE = struct.Struct("<I"), struct.Struct("<II")  # a health check's number; the same and the answering rank
 _SAME_CALL_SECONDS = 0.1  # ranks that notice the same problem within this time share one health check
 _NEVER = 1 << 32  # the number of a call without answers
@@ -76,10 +76,10 @@ class ChannelState:
     until: dict[int, list[str]] = field(default_factory=dict)  # by log record: values to drop when this rank passes it
     floor: int = 0  # the first record that this rank has not passed
     failure: bytes | None = None  # the first reported failure: the rank and the reason
-    numbers: dict[str, int] = field(default_factory=dict)  # on rank 0: the sums
+    numbers: dict[bytes, int] = field(default_factory=dict)  # on rank 0: the sums
     kept: dict[str, bytes] = field(default_factory=dict)  # this rank's values that other ranks may ask for
     asked: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # questions for values not kept yet
-    answers: dict[int, bytes] = field(default_factory=dict)  # to this rank's questions
+    answers: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # to this rank's questions: the sum, or value
     # By barrier (or gather, or sum) and its ranks: how many ranks at or below this one have come, and their sum and
     # notices (or values).
     arrivals: dict[tuple[int, int], tuple[int, int, bytes]] = field(default_factory=dict)
@@ -133,10 +133,8 @@ class Node:
             self.arrive(number, *_unpack(payload))
         elif kind == DOWN:
             self._hear(number, payload)
-        elif kind in (ADD, ASK):
+        elif kind in (ADD, ASK, ANSWER):
             self.ask(number, kind, payload)
-        elif kind == ANSWER:
-            self._pass_answer(number, payload)
         elif kind == CALL:
             self._answer_call(peer, number, payload)
         elif kind == PLACE:
@@ -212,26 +210,28 @@ class Node:
             stream.places[rank] = call, payload[_PLACE.size :]
         self.pass_on(source, PLACE, number, payload)
 
-    # ------------------------------------------------------------ questions to one rank
+    # ------------------------------------------------------------ messages to one rank
 
     def ask(self, number: int, kind: int, payload: bytes) -> None:
-        """Pass a question on, or answer it: add a number and send the sum, or send a kept value."""
+        """Pass a question or an answer on; or note the answer; or add a number and send the sum, or a kept value."""
         rank, who, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
             self.links.send([self.layout.next_to(rank)], kind, number, payload)
             return
-        key = payload[QUESTION.size :].decode()
+        rest = payload[QUESTION.size :]
         if (stream := self._stream(number)) is None:
             return
-        if kind == ADD:
-            stream.numbers[key] = value = stream.numbers.get(key, 0) + value
+        if kind == ANSWER:
+            stream.answers[asked] = value, rest
+        elif kind == ADD:
+            stream.numbers[rest] = value = stream.numbers.get(rest, 0) + value
             if len(stream.numbers) > _SUMS_KEPT:
                 del stream.numbers[next(iter(stream.numbers))]
-            self._answer(number, who, asked, value.to_bytes(8, "little", signed=True))
-        elif key not in stream.kept:
-            stream.asked.setdefault(key, []).append((who, asked))
+            self._answer(number, who, asked, value)
+        elif (key := rest.decode()) in stream.kept:
+            self._answer(number, who, asked, 0, stream.kept[key])
         else:
-            self._answer(number, who, asked, stream.kept[key])
+            stream.asked.setdefault(key, []).append((who, asked))
 
     def keep(self, number: int, key: str, value: bytes) -> None:
         """Keep a value, and answer the ranks that wait for it."""
@@ -240,17 +240,10 @@ class Node:
             if len(stream.kept) > _KEPT:
                 del stream.kept[next(iter(stream.kept))]
             for who, asked in stream.asked.pop(key, ()):
-                self._answer(number, who, asked, value)
+                self._answer(number, who, asked, 0, value)
 
-    def _answer(self, number: int, who: int, asked: int, data: bytes) -> None:
-        self._pass_answer(number, _ANSWER.pack(who, asked) + data)
-
-    def _pass_answer(self, number: int, payload: bytes) -> None:
-        who, asked = _ANSWER.unpack_from(payload)
-        if who != self.rank:
-            self.links.send([self.layout.next_to(who)], ANSWER, number, payload)
-        elif (stream := self._stream(number)) is not None:
-            stream.answers[asked] = payload[_ANSWER.size :]
+    def _answer(self, number: int, who: int, asked: int, total: int, value: bytes = b"") -> None:
+        self.ask(number, ANSWER, QUESTION.pack(who, self.rank, asked, total) + value)
 
     # ------------------------------------------------------------ barriers
 
