@@ -1,13 +1,14 @@
 """The description of a collective, from which joined ranks take part in it; and the calls that are refused."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_join._compat import operators as _compat_c10d
 from torch_join._control.codec import brief, closed
@@ -208,7 +209,7 @@ def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination
     if in_place:
         # In inference mode, because inference tensors can be changed only there.
         with torch.inference_mode():
-            for tensor in _flat(args["tensors"]):
+            for tensor in tensors_in(args, "tensors"):
                 tensor.mul_(factor)
         return args
     with torch.no_grad():
@@ -220,9 +221,7 @@ def scale_inputs(call: Call, args: dict[str, Any], factor: float, is_destination
 
 def multiplied(value: Any, factor: float) -> Any:
     """Return an operator's argument, a tensor or nested lists of tensors, times `factor`; integers stay unchanged."""
-    if isinstance(value, Tensor):
-        return value * factor if is_inexact(value) else value
-    return [multiplied(each, factor) for each in value]
+    return tree_map_only(Tensor, lambda tensor: tensor * factor if is_inexact(tensor) else tensor, value)
 
 
 def is_inexact(tensor: Tensor) -> bool:
@@ -239,15 +238,7 @@ def _is_equal_exchange(call: Call, args: dict[str, Any]) -> bool:
 
 def tensors_in(args: dict[str, Any], *prefixes: str) -> list[Tensor]:
     """Return the tensors in an operator's arguments with these prefixes; lists are flattened."""
-    return list(_flat([value for name, value in args.items() if name.startswith(prefixes) and "split" not in name]))
-
-
-def _flat(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            yield from _flat(value)
+    return tree_leaves([value for name, value in args.items() if name.startswith(prefixes) and "split" not in name])
 
 
 def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:

@@ -158,19 +158,16 @@ class EpochRecord:
 
     def metrics(self) -> dict[str, float]:
         """Return the values to log, by key."""
-        values: dict[str, float] = {"join/idle_share": self.idle_share, "join/epoch_seconds": self.seconds}
-        values["join/idle_seconds"], values["join/skew"] = self.idle_seconds, self.skew
-        values["join/steps_to_save"], values["join/seconds_to_save"] = self.steps_to_save, self.seconds_to_save
+        names = ["idle_share", "idle_seconds", "skew", "steps_to_save", "seconds_to_save"]
+        names += ["donated", "donated_bytes", "steps_saved"] if self.donated else []
+        values: dict[str, float] = {f"join/{name}": getattr(self, name) for name in names}
+        values["join/epoch_seconds"] = self.seconds
         for name in ("batches", "shadow_steps", "active_seconds"):
             by_rank = [getattr(rank, name) for rank in self.ranks]
             if len(by_rank) <= MOST_RANKS:
                 values.update({f"join/{name}_rank_{rank}": value for rank, value in enumerate(by_rank)})
             else:
                 values.update({f"join/{name}_{of}": summary(by_rank) for of, summary in _SUMMARIES.items()})
-        if self.donated:
-            values["join/donated"] = self.donated
-            values["join/donated_bytes"] = self.donated_bytes
-            values["join/steps_saved"] = self.steps_saved
         return values
 
     def __str__(self) -> str:

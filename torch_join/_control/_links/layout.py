@@ -39,11 +39,8 @@ class Layout:
         self.children = [child for child, parent in parents.items() if parent == rank]
         self.below = dict.fromkeys(self.children, 0)
         for other in range(len(hosts)):
-            way: int | None = other
-            while way is not None and parents[way] != rank:
-                way = parents[way]
-            if way is not None:
-                self.below[way] |= 1 << other
+            if rank in (way := self._up(other))[1:]:
+                self.below[way[way.index(rank) - 1]] |= 1 << other
         self.subtree = (1 << rank) | sum(self.below.values())
 
     def between(self, rank: int) -> set[int]:
@@ -61,8 +58,6 @@ class Layout:
 
     def next_to(self, rank: int) -> int:
         """Return the neighbour to which a message for another rank goes first."""
-        for child, ranks in self.below.items():
-            if ranks >> rank & 1:
-                return child
-        assert self.parent is not None
-        return self.parent
+        below = next((child for child, ranks in self.below.items() if ranks >> rank & 1), self.parent)
+        assert below is not None
+        return below
