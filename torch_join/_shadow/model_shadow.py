@@ -307,29 +307,26 @@ def _using_nothing(
     """
     sparse = {*map(id, connected[1:])}
     absent = [index for index, p in enumerate(parameters) if p.grad is None and p.requires_grad and id(p) not in sparse]
-    reports = accumulated and ddp.require_backward_grad_sync and bool(absent)
-    used = [False] * len(parameters)
-    try:
-        with ExitStack() as stack:
-            if reports:
-                for index in absent:
-                    parameters[index].grad = torch.zeros_like(parameters[index])
-                stack.enter_context(_reporting_unused(parameters, absent))
-            yield
-        used = _compat.used_parameters(ddp) if reports else used
-    finally:
-        for index in absent if reports else ():
-            if len(used) == len(parameters) and not used[index]:
-                parameters[index].grad = None
+    if not (accumulated and ddp.require_backward_grad_sync and absent):
+        yield
+        return
 
-
-def _reporting_unused(parameters: Sequence[Tensor], unused: Sequence[int]) -> AbstractContextManager[None]:
-    def change(tensors: Sequence[Tensor]) -> None:
+    def report_unused(tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.dtype == torch.int32 and tensor.numel() == len(parameters):
-                tensor[list(unused)] = 0
+                tensor[absent] = 0
 
-    return changing_all_reduces(change)
+    used = [False] * len(parameters)
+    try:
+        for index in absent:
+            parameters[index].grad = torch.zeros_like(parameters[index])
+        with changing_all_reduces(report_unused):
+            yield
+        used = _compat.used_parameters(ddp)
+    finally:
+        for index in absent:
+            if len(used) == len(parameters) and not used[index]:
+                parameters[index].grad = None
 
 
 # ---------------------------------------------------------------- streams of a device

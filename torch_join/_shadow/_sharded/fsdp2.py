@@ -52,7 +52,7 @@ class AnnouncedGroup:
         self._group, self._index, self._observer = group, index, observer
         self._comm = _compat.gathers_by(group)  # FSDP's own, or the user's
         self._own = SimpleNamespace(**{name: getattr(group, name) for name in _REPLACED})
-        self._open: ExitStack | None = None  # around the current gather
+        self._open = ExitStack()  # around the current gather
         self._reduces = False
         self.look()
 
@@ -72,9 +72,7 @@ class AnnouncedGroup:
                 self._begin_gather()
             self._own.unshard(*args, **kwargs)
         finally:
-            if (opened := self._open) is not None:
-                self._open = None
-                opened.close()
+            self._open.close()
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the memory to gather into: FSDP calls this when it gathers."""
@@ -89,7 +87,6 @@ class AnnouncedGroup:
         self.target = after = self._state_after()
         self.others_differ = after != SHARD
         if not self._observer.is_quiet():
-            self._open = self._open or ExitStack()
             inference = torch.is_inference_mode_enabled()
             gather = Gather(_state(self._group), after, self._group._training_state.name, inference)
             self._open.enter_context(self._observer.around(self._index, "gather", gather))
@@ -112,12 +109,9 @@ class AnnouncedGroup:
             bool(group.reshard_after_backward),
             divides=_compat.divide_factor(group),
         )
-        self._reduces = any(used)
-        try:
-            with self._observer.around(self._index, "reduce", reduction) if self._reduces else nullcontext():
-                self._own.post_backward(*args)
-        finally:
-            self._reduces = False
+        announced = self._observer.around(self._index, "reduce", reduction) if any(used) else nullcontext()
+        with setting(self, _reduces=any(used)), announced:
+            self._own.post_backward(*args)
 
     def _to_sharded(self) -> None:
         """Reshard; announced unless it is part of a reduction."""
