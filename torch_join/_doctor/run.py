@@ -26,6 +26,8 @@ CHECKS = [
 _RANKS = 3
 _END_SECONDS = 5.0  # how long ranks wait for each other at the end
 _AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # set for ranks that `_launch` starts, to the job around it, which is not checked
+# Variables that show a job of several ranks in which this process does not know its own rank.
+_JOBS = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR"
 _SAID = 3  # exit code of these ranks if a check has failed and rank 0 has printed that; Python itself uses 1
 
 
@@ -104,7 +106,8 @@ def _launch(is_json: bool) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ[_AROUND] = ", ".join(_job_around())
+    around = {name: os.environ.get(name, "") for name in _JOBS}
+    os.environ[_AROUND] = ", ".join(f"{name}={value}" for name, value in around.items() if value not in ("", "0", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = ["--standalone", "--nnodes=1", f"--nproc-per-node={_RANKS}", "--local-addr=127.0.0.1"]
     try:
@@ -120,10 +123,3 @@ def _launch(is_json: bool) -> int:
             print(document([ranks], torch_join=__version__, world_size=_RANKS) if is_json else ranks.line)
         return 1
     return 0
-
-
-def _job_around() -> Iterator[str]:
-    """Yield variables that show a job of several ranks in which this process does not know its own rank."""
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR"):
-        if os.environ.get(name, "") not in ("", "0", "1"):
-            yield f"{name}={os.environ[name]}"

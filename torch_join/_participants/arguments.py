@@ -71,7 +71,8 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
         JoinTypeError: No hook takes an option; or a hook takes any option, but the name looks like a misspelt argument
             of `Join`.
     """
-    custom = [thing for thing in joinables if isinstance(thing, Joinable) and not _is_torchs(thing)]
+    others = [thing for thing in joinables if not (isinstance(thing, DistributedDataParallel) or is_sharded(thing))]
+    custom = [thing for thing in others if isinstance(thing, Joinable)]
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for hook in hooks for parameter in hook)
     named = {parameter.name for hook in hooks for parameter in hook}
@@ -133,7 +134,3 @@ def common_group(joinables: Sequence[Any]) -> Any:
     if any(group != groups[0] for group in groups):
         raise JoinValueError("Using join context manager with multiple process groups")
     return groups[0] if groups else dist.group.WORLD
-
-
-def _is_torchs(joinable: Any) -> bool:
-    return isinstance(joinable, DistributedDataParallel) or is_sharded(joinable)

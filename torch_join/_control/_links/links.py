@@ -123,7 +123,6 @@ class Links:
         self.reads_deferred = False
         self._deferrals = 0  # the number of calls of `defer_reads`
         self._pause: float | None = None  # the longest sleep of the thread
-        self._process = os.getpid()
         self._closing = not connections  # a world of one
         if self._closing:
             return
@@ -268,7 +267,7 @@ class Links:
 
     def close(self) -> None:
         """End the thread and the connections."""
-        if self._closing or os.getpid() != self._process:
+        if self._closing:  # in a forked child too
             return
         self.send(self._links, _BYE, 0, b"")
         self.flush()
@@ -386,5 +385,4 @@ def _drop_in_child() -> None:
         links.drop_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_in_child)
+os.register_at_fork(after_in_child=_drop_in_child)
