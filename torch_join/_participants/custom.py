@@ -26,13 +26,6 @@ class CustomParticipant(Participant):
     def enter(self) -> None:
         self._undo.append(configure(self.joinable, _Announcing(self)))
 
-    def notified(self) -> None:
-        """Announce the main hook's collectives; called by `notify_join_context`."""
-        if self.members.serves:
-            return
-        self.driver.before_notice(self)
-        self.announce("hook")
-
     def mirror(self, kind: str, payload: Any) -> None:
         self.tail_log.run_hook(self._hook.main_hook)
 
@@ -41,7 +34,10 @@ class CustomParticipant(Participant):
 
 
 class _Announcing:
-    """A join configuration; torch reads `is_first_joinable` at each `notify_join_context`."""
+    """A join configuration that announces the main hook's collectives.
+
+    torch reads `is_first_joinable` at each `notify_join_context`.
+    """
 
     enable = False
     throw_on_early_termination = False
@@ -51,5 +47,8 @@ class _Announcing:
 
     @property
     def is_first_joinable(self) -> bool:
-        self._participant.notified()
+        its = self._participant
+        if not its.members.serves:
+            its.driver.before_notice(its)
+            its.announce("hook")
         return False

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,14 +36,10 @@ from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import broadcast_gradient
 
 
-def _before_backward(driver: "weakref.ref[Driver]", model: int, loop: int) -> None:
-    if (its := driver()) is not None:
-        its.before_backward(model, loop)
-
-
-def _accumulates(driver: "weakref.ref[Driver]", model: int, _: Tensor) -> None:
-    if (its := driver()) is not None:
-        its.note_accumulation(model)
+def _weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """Return a function that calls a method, and that a loss which user code keeps may keep: it keeps no object."""
+    weak = weakref.WeakMethod(method)
+    return lambda *_: None if (call := weak()) is None else call(*args)
 
 
 class ModelParticipant(Participant, LoopModel):
@@ -240,22 +235,20 @@ class ModelParticipant(Participant, LoopModel):
         if self._has_rebuilt != self.ddp._has_rebuilt_buckets:
             self.rebind()
         outputs = _compat.differentiable(output)
-        driver = weakref.ref(self.driver)  # so that a loss that user code keeps does not keep the driver
         if self.ddp.require_backward_grad_sync:
-            begins_backward = partial(_before_backward, driver, self.index, self.driver.loop_number)
-            self._second_backward.forward(outputs, begins_backward)
+            begins = _weakly(self.driver.before_backward, self.index, self.driver.loop_number)
+            self._second_backward.forward(outputs, begins)
         else:
             for each in outputs:
-                each.register_hook(partial(_accumulates, driver, self.index))  # type: ignore[no-untyped-call]
+                each.register_hook(_weakly(self.driver.note_accumulation, self.index))  # type: ignore[no-untyped-call]
         if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
-        begins = weakref.WeakMethod(self._meet_or_remember)  # so that a loss that user code keeps does not keep this
-        for output in outputs:  # a loss may use any output
-            output.register_hook(lambda gradient: (begin := begins()) and begin(gradient))
+        for each in outputs:  # a loss may use any output
+            each.register_hook(_weakly(self._meet_or_remember))  # type: ignore[no-untyped-call]
         if not outputs:
             self._watch.begin(self._before_gradient)
 
-    def _meet_or_remember(self, __: Tensor) -> None:
+    def _meet_or_remember(self) -> None:
         if self.driver.meets_at is not MeetingPoint.FORWARD:
             self.tail_log.meet()
         else:

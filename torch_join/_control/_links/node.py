@@ -90,12 +90,6 @@ class ChannelState:
     calls: int = 0  # the number of health checks
     called_at: float = -math.inf  # when this rank received the last one
 
-    def keep_until(self, record: int, key: str, value: bytes) -> None:
-        """Keep a value until this rank passes a record of the log, unless it already has."""
-        if record >= self.floor:
-            self.values[key] = value
-            self.until.setdefault(record, []).append(key)
-
     def pass_log(self, record: int) -> None:
         """Drop the values that this rank had to keep until an earlier record."""
         for before in range(self.floor, record):
@@ -176,7 +170,10 @@ class Node:
         elif stream is not None:
             until, length = _POST.unpack_from(payload)
             end = _POST.size + length
-            stream.keep_until(until, payload[_POST.size : end].decode(), payload[end:])
+            if until >= stream.floor:  # else this rank has passed that record
+                key = payload[_POST.size : end].decode()
+                stream.values[key] = payload[end:]
+                stream.until.setdefault(until, []).append(key)
         self.pass_on(source, kind, number, payload)
 
     # ------------------------------------------------------------ messages that many ranks send to all, once

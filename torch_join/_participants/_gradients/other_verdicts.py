@@ -45,7 +45,7 @@ class OtherVerdicts:
         self._averages = 0  # counted over all tails, so that no key is used twice
 
     def found(self, gradients: Gradients, averages: bool) -> Runs:
-        """Return an active rank's announcement about its gradients at the start of a backward.
+        """Return an active rank's announcement about its gradients at the start of a backward, and store its verdict.
 
         Raises:
             JoinError: User code has changed the gradients in a way that joined ranks cannot know.
@@ -53,7 +53,13 @@ class OtherVerdicts:
         states = gradients.states()
         gradients.raise_if_changed(states, self._driver.members)
         # A rank that asks waits for all active ranks, even for those that have left out its accumulated gradients.
-        self.leave(common_verdict([state.verdict for state in states]), averages)
+        word = len(self._driver.members.active), common_verdict(state.verdict for state in states)
+        if self._words[-1:] != [word]:
+            self._words.append(word)
+        if averages:
+            self._averages += 1
+            self._driver.tail_log.channel.keep(self._key, self._words)
+            self._words = []
         return runs_of(states)
 
     def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:
@@ -73,16 +79,6 @@ class OtherVerdicts:
             parameter.grad = None
         gradients.raise_if_differing(states, accumulates, self._driver.joined_amid)
         gradients.follow(states, accumulates, self.ask if averages else self.doubt)
-
-    def leave(self, verdict: str, averages: bool) -> None:
-        """Store a verdict, on an active rank that is about to announce a backward."""
-        word = len(self._driver.members.active), verdict
-        if self._words[-1:] != [word]:
-            self._words.append(word)
-        if averages:
-            self._averages += 1
-            self._driver.tail_log.channel.keep(self._key, self._words)
-            self._words = []
 
     def reset(self) -> None:
         """End the tail."""
