@@ -123,17 +123,6 @@ def _in_words(error: Exception) -> str:
 # ------------------------------------------------------------ where to listen
 
 
-def _listen_on_this_host() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"\0torch_join {secrets.token_hex(16)}")
-        listener.listen(128)
-        return listener
-    except OSError:  # a sandbox may forbid it
-        listener.close()
-        return socket.create_server(("127.0.0.1", 0), backlog=128)
-
-
 def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
     """Listen for ranks on this host only, or also for ranks on other hosts.
 
@@ -141,7 +130,14 @@ def _listen(on_this_host: bool, where_gloo_does: bool) -> socket.socket:
         OSError: The interface in the environment variable has no address.
     """
     if on_this_host:
-        return _listen_on_this_host()
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(f"\0torch_join {secrets.token_hex(16)}")
+            listener.listen(128)
+            return listener
+        except OSError:  # a sandbox may forbid it
+            listener.close()
+            return socket.create_server(("127.0.0.1", 0), backlog=128)
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         addresses = _addresses_of(name)
         if not addresses:
@@ -182,14 +178,11 @@ def _where(listener: socket.socket) -> Where:
     bound = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return [HOSTS_OWN + bound[1:].decode()], 0
-    return [bound[0]] if bound[0] not in ("::", "0.0.0.0") else _addresses(), bound[1]
-
-
-def _addresses() -> list[str]:
-    """Return this host's addresses."""
+    if bound[0] not in ("::", "0.0.0.0"):
+        return [bound[0]], bound[1]
     found = [address for _, name in socket.if_nameindex() for address in _addresses_of(name)]
     if not found:  # not Linux
         with suppress(OSError):
             found = [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)]
     outside = [address for address in found if not address.startswith(_LOCAL)]
-    return [*dict.fromkeys(outside), "127.0.0.1"]
+    return [*dict.fromkeys(outside), "127.0.0.1"], bound[1]
