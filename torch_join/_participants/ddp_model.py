@@ -55,7 +55,6 @@ class ModelParticipant(Participant, LoopModel):
 
     is_model = in_pieces = True
     meets = True  # whether ranks in a plain loop meet at this model's forward
-    accumulates = False  # whether the last backward did not sync, on some rank
 
     def __init__(self, driver: Driver, index: int, ddp: DistributedDataParallel) -> None:
         super().__init__(driver, index)

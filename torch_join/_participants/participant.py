@@ -165,20 +165,16 @@ class LoopModel:
         index: The participant's index.
         forwards: The number of this rank's own forwards since the last tail.
         synced: How many of these forwards have a backward that averages gradients.
+        accumulates: Whether the last backward did not sync, on some rank.
         holds_unsynced: Whether gradients accumulated without a sync exist outside the parameters' `grad`.
         deferred: The number of forwards that this rank announces only when their backward starts.
     """
 
     index: int
     forwards = synced = deferred = 0
-    holds_unsynced = False
+    accumulates = holds_unsynced = False
     _task = -1  # the id of the backward that has reached this model
     _remembers = -1  # the id of the last backward after which gradients are noted
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether the last backward did not sync, on some rank."""
-        return False
 
     @property
     def forwards_alone(self) -> bool:

@@ -36,7 +36,6 @@ class ShardedModelParticipant(FollowingParticipant, LoopModel):
     closing: ClassVar[Any] = Closing
 
     is_model = True
-    accumulates = False
     gradients: Gradients  # the shards' gradients, from `enter` on
     _known: Sequence[Known] = ()  # the gradients that were unsynced after the last backward
 
