@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,7 @@ def _look(pid: int, began: int | None) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
+@dataclass
 class Peers:
     """The ranks of a channel, as seen by one of them.
 
@@ -83,17 +85,12 @@ class Peers:
         hosts: The host names of ranks on other hosts.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        global_ranks: Sequence[int],
-        processes: Mapping[int, Process],
-        hosts: Mapping[int, str] | None = None,
-    ) -> None:
-        self.rank, self.hosts = rank, hosts or {}
-        self.global_ranks = global_ranks
-        self.processes = processes
-        self._suspects: dict[int, float] = {}  # ranks that may block others at the last check: since when
+    rank: int
+    global_ranks: Sequence[int]
+    processes: Mapping[int, Process]
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    # Ranks that may block others at the last check: since when.
+    _suspects: dict[int, float] = field(default_factory=dict, init=False)
 
     def error(self, rank: int, reason: str) -> PeerFailedError:
         """Return the error to raise on this rank when another one has failed."""
