@@ -101,7 +101,10 @@ class JoinMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         rebalancing = rebalancing_of(trainer)
-        self._stopwatch, self._joined_at = Stopwatch(given_bytes=rebalancing.nbytes if rebalancing else 0), None
+        join: Any = getattr(trainer.strategy, "join", None)
+        count = (lambda: None) if join is None else lambda: cast(float | None, join.batch_count)
+        self._stopwatch = Stopwatch(given_bytes=rebalancing.nbytes if rebalancing else 0, count=count)
+        self._joined_at = None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -123,7 +126,8 @@ class JoinMonitor(Callback):
         exchanged = (*rebalancing.exchanged, rebalancing.nbytes) if rebalancing else (0, 0, 0)
         mine = replace(self._stopwatch.stop(*exchanged), joined_at=self._joined_at, reading_seconds=None)
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
-        record = self._monitor.add_loop(mine, channel, True, rebalancing is not None, trainer.current_epoch)
+        weighting = trainer.strategy.options.weighting if isinstance(trainer.strategy, Joining) else "world"
+        record = self._monitor.add_loop(mine, channel, True, rebalancing is not None, weighting, trainer.current_epoch)
         if record is None:
             return
         rank_zero_info(f"JoinMonitor: {record}")

@@ -150,8 +150,8 @@ def test_a_log_says_who_has_finished_and_what_that_has_cost(workers: Workers, fr
 
 
 @pytest.mark.parametrize("front_end", ALL)
-def test_a_monitor_counts_the_batches_of_each_epoch(workers: Workers, front_end: str) -> None:
-    assert workers.run(2, epochs_of, front_end) == [[[(1, 2), (3, 0)]] * 2] * 2
+def test_a_monitor_counts_the_batches_and_samples_of_each_epoch(workers: Workers, front_end: str) -> None:
+    assert workers.run(2, epochs_of, front_end) == [[[(1, 2, 2), (3, 0, 6)]] * 2] * 2
 
 
 @pytest.mark.parametrize("front_end", ALL)

@@ -9,12 +9,12 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from torch_join import JoinMonitor as CoreMonitor
-from torch_join import JoinTypeError
+from torch_join import JoinTypeError, Weighting
 from torch_join.integration import Channel, EpochRecord, Rebalancing, Stopwatch
 
 _logger = logging.get_logger(__name__)
 # The channel, the log function and the rebalancing of a run; the function logs values as the trainer does.
-_Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing]
+_Watched = tuple[Channel, Callable[[dict[str, float]], None], Rebalancing, Weighting]
 
 
 class JoinMonitor(TrainerCallback):
@@ -31,7 +31,7 @@ class JoinMonitor(TrainerCallback):
     Attributes:
         epochs: The records of all ranks in each epoch, equal on every rank.
         stopwatch: Measures this rank's current epoch.
-        watched: The channel, log function and rebalancing of the current run.
+        watched: The channel, log function, rebalancing and weighting of the current run.
 
     Raises:
         JoinTypeError: `report` or `plot` is not a path. At the end of an epoch: a trainer with several ranks has no
@@ -44,16 +44,18 @@ class JoinMonitor(TrainerCallback):
         self.epochs: list[EpochRecord] = self._monitor.epochs
         self.stopwatch = Stopwatch()
         self._joined = False
+        self._count: float | None = None
         self.watched: _Watched | None = None
 
-    def note_step(self, joined: bool) -> None:
-        """Note the start of a training step."""
-        self._joined = joined
+    def note_step(self, joined: bool, count: float | None) -> None:
+        """Note the start of a training step; `count` is that of this rank's batch, if batches are counted."""
+        self._joined, self._count = joined, count
         if not joined:
             self.stopwatch.take()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self.stopwatch = Stopwatch(given_bytes=0 if self.watched is None else self.watched[-1].nbytes)
+        given_bytes = 0 if self.watched is None else self.watched[2].nbytes
+        self.stopwatch = Stopwatch(given_bytes=given_bytes, count=lambda: self._count)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if not self._joined:
@@ -69,9 +71,9 @@ class JoinMonitor(TrainerCallback):
                     " put JoinTrainerMixin before the trainer class, or remove JoinMonitor."
                 )
             return
-        channel, log, rebalancing = self.watched
+        channel, log, rebalancing, weighting = self.watched
         mine = replace(self.stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
-        record = self._monitor.add_loop(mine, channel, True, rebalancing.enabled)
+        record = self._monitor.add_loop(mine, channel, True, rebalancing.enabled, weighting)
         if record is None:
             return
         if state.is_world_process_zero:

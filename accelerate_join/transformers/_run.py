@@ -111,7 +111,7 @@ class Run:
         self._reading[False] = Evened(*where, begin_evaluation, self.hand_over_kept)
         stack.callback(self.channel.close)
         for monitor in self._monitors:
-            watched = self.channel, trainer.log, self.driver.rebalancing
+            watched = self.channel, trainer.log, self.driver.rebalancing, self.driver.options.weighting
             stack.enter_context(setting(monitor, watched=watched))
         stack.callback(self.driver.close)
         stack.enter_context(self._operations.replacing())
@@ -283,7 +283,7 @@ class Run:
         assert join is not None
         join.go_to(step)
         for monitor in self._monitors:
-            monitor.note_step(join.joined)
+            monitor.note_step(join.joined, join.batch_count)
         averages = self._trainer.args.average_tokens_across_devices
         join.remarks.weighs_items = num_items_in_batch is not None and averages
         factor, shown = self._factors(step, num_items_in_batch)

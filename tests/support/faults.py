@@ -113,6 +113,10 @@ class Monitored(Fault):
         return True
 
 
+class Counted(Monitored):
+    weighting = "samples"
+
+
 class Miscounts(Fault):
     """Rank 1 counts its second batch wrongly."""
 
@@ -323,10 +327,10 @@ def run(rank: int, front_end: str, name: str) -> list[str]:
     return said
 
 
-def epochs_of(rank: int, front_end: str) -> list[list[tuple[int, int]]]:
-    """Do a training; return each rank's batches, and its steps without one, in each epoch that a monitor has noted."""
-    _train(front_end, fault := Monitored(rank))
-    return [[(each.batches, each.shadow_steps) for each in epoch.ranks] for epoch in fault.monitor.epochs]
+def epochs_of(rank: int, front_end: str) -> list[list[tuple[int, int, float | None]]]:
+    """Do a training; return each rank's batches, steps without one, and samples in each epoch that a monitor notes."""
+    _train(front_end, fault := Counted(rank))
+    return [[(each.batches, each.shadow_steps, each.counted) for each in epoch.ranks] for epoch in fault.monitor.epochs]
 
 
 def _train(front_end: str, fault: Fault) -> None:

@@ -228,9 +228,14 @@ class Lockstep:
         self._exchanged.counted, self._exchanged.total = count, self.channel.barrier(count).total
 
     @property
+    def batch_count(self) -> float | None:
+        """The count of this rank's batch, if batches are counted."""
+        return None if self.driver.members.count is None else self._present.counted
+
+    @property
     def counts_nothing(self) -> bool:
         """Whether this rank's batch counts 0. The gradient of its mean loss, times the factor 0, may then be NaN."""
-        return self.driver.members.count is not None and not self.joined and self._present.counted == 0
+        return not self.joined and self.batch_count == 0
 
     @property
     def loss_factor(self) -> float:

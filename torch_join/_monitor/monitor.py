@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from torch_join._base.errors import JoinTypeError, JoinValueError, JoinWarning, name_ranks
+from torch_join._base.weighting import Weighting
 from torch_join._control.channel import Channel
 from torch_join._monitor.page import page
 from torch_join._monitor.plot import check_can_draw, draw_timeline
@@ -62,7 +63,7 @@ class JoinMonitor:
         self._plot = None if plot is None else _checked(plot, "plot", "the PNG file to write", "timeline.png")
         if plot is not None:
             check_can_draw()
-        self._rebalances = False
+        self._rebalances, self._weighting = False, ""
         self._unwritten: set[Path] = set()  # paths for which there was a warning
         self._made, self._spent = time.monotonic(), 0.0
         self._at_exit: Finalize | None = None  # while files are yet to be written
@@ -75,7 +76,13 @@ class JoinMonitor:
         raise AttributeError(f"'JoinMonitor' object has no attribute {name!r}{remedy}")
 
     def add_loop(
-        self, mine: RankRecord, channel: Channel, trains: bool, rebalances: bool, number: int | None = None
+        self,
+        mine: RankRecord,
+        channel: Channel,
+        trains: bool,
+        rebalances: bool,
+        weighting: Weighting,
+        number: int | None = None,
     ) -> EpochRecord | None:
         """Add a loop that has ended; all ranks call this, and exchange their measurements.
 
@@ -84,6 +91,7 @@ class JoinMonitor:
             channel: The channel between the ranks.
             trains: Whether this rank saw a backward in the loop.
             rebalances: Whether batches were rebalanced.
+            weighting: How gradients were combined.
             number: The epoch's number; by default, epochs are counted here.
 
         Returns:
@@ -94,6 +102,7 @@ class JoinMonitor:
             return None
         record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in said])
         self._rebalances = rebalances
+        self._weighting = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "a function")
         self.epochs.append(record)
         if channel.rank == 0:
             self.write_in_time()
@@ -121,7 +130,8 @@ class JoinMonitor:
             self._at_exit = None
         begin = time.monotonic()
         if self._report is not None:
-            self._try(self._report, lambda path: path.write_text(page(epochs, self._rebalances), encoding="utf-8"))
+            text = page(epochs, self._rebalances, self._weighting)
+            self._try(self._report, lambda path: path.write_text(text, encoding="utf-8"))
         if self._plot is not None:
             self._try(self._plot, lambda path: draw_timeline(epochs, path))
         self._spent += time.monotonic() - begin

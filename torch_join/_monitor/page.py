@@ -1,8 +1,13 @@
 """The report: one HTML page of all epochs, which loads nothing else, and draws itself from the numbers in it."""
 
 import json
+import shlex
+import socket
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from torch_join._monitor.records import EpochRecord, RankRecord
@@ -19,12 +24,13 @@ _NUMBERS = (
 )
 
 
-def page(epochs: Sequence[EpochRecord], rebalances: bool = False) -> str:
-    """Return the page of one or more epochs.
+def page(epochs: Sequence[EpochRecord], rebalances: bool = False, weighting: str = "world") -> str:
+    """Return the page of one or more epochs, with this process's script, command and host, and the time.
 
     Args:
         epochs: The epochs of the job, all with the same number of ranks.
         rebalances: Whether batches are rebalanced, so that the page need not suggest it.
+        weighting: The weighting, in words.
     """
     world_size = len(epochs[0].ranks)
     per_row = -(-world_size // _MOST_ROWS)
@@ -33,7 +39,8 @@ def page(epochs: Sequence[EpochRecord], rebalances: bool = False) -> str:
     ranks = [rank for epoch in epochs for rank in epoch.ranks]
     reads, donates = all(rank.reading_seconds is not None for rank in ranks), any(rank.given for rank in ranks)
     columns = ["batches", "active_seconds", "idle_seconds"]
-    columns += ["reading_seconds"] * reads + ["given", "received"] * donates
+    counts = all(rank.counted is not None for rank in ranks)
+    columns += ["reading_seconds"] * reads + ["counted"] * counts + ["given", "received"] * donates
 
     def rows(some: Sequence[EpochRecord]) -> list[list[float]]:
         """Return, by row, the numbers of its columns: the mean of its ranks, over these epochs."""
@@ -42,11 +49,17 @@ def page(epochs: Sequence[EpochRecord], rebalances: bool = False) -> str:
         return [[_sum(group, name) / size for name in columns] for group, size in zip(groups, sizes, strict=True)]
 
     data = {
+        "script": Path(sys.argv[0]).name or "python",
+        "command": shlex.join(sys.orig_argv),
+        "host": socket.gethostname(),
+        "written": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "weighting": weighting,
         "ranks": world_size,
         "rows": [_name(first, min(first + per_row, world_size) - 1) for first in firsts],
         "perRow": per_row,
         "rebalances": rebalances,
         "reads": reads,
+        "counts": counts,
         "donates": donates,
         "epochs": len(epochs),
         "all": _numbers(epochs, reads),

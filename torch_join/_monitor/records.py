@@ -29,6 +29,8 @@ class RankRecord:
         reading_seconds: Seconds between asking for its own batches and getting them: the time of the loader, of
             rebalancing, and of meetings at each batch. `None` if a framework asks for batches.
         left: Whether it left the epoch by `break`.
+        counted: The sum of its batches' counts: samples, or what a weighting function returns. `None` if the weighting
+            counts nothing.
     """
 
     batches: int
@@ -41,6 +43,7 @@ class RankRecord:
     given_bytes: int = 0
     reading_seconds: float | None = None
     left: bool = False
+    counted: float | None = None
 
     @property
     def idle_seconds(self) -> float:
@@ -199,10 +202,12 @@ class Stopwatch:
     Args:
         first: The number of the loop's first step.
         given_bytes: The number of bytes that this rank has sent to others, in batches, before the loop.
+        count: Returns the count of the batch that this rank has trained on, or `None`.
     """
 
-    def __init__(self, first: int = 0, given_bytes: int = 0) -> None:
-        self._first, self._given_bytes = first, given_bytes
+    def __init__(self, first: int = 0, given_bytes: int = 0, count: Callable[[], float | None] = lambda: None) -> None:
+        self._first, self._given_bytes, self._count = first, given_bytes, count
+        self._counted: float | None = 0.0
         self._batches = 0
         self._reading = 0.0
         self._left = False
@@ -216,6 +221,8 @@ class Stopwatch:
     def ask(self) -> None:
         """Record that this rank asks for its next batch, if there is one."""
         self._asked = time.monotonic()
+        count = self._count()
+        self._counted = None if count is None or self._counted is None else self._counted + count
 
     def pause(self, seconds: float) -> None:
         """Leave out the last `seconds`, in which this rank did not train."""
@@ -246,4 +253,5 @@ class Stopwatch:
             given_bytes=given_bytes - self._given_bytes,
             reading_seconds=self._reading,
             left=self._left,
+            counted=self._counted,
         )

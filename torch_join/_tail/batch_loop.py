@@ -143,7 +143,7 @@ class BatchLoop:
         for model in log.models():
             model.begin_loop()
         if driver.options.monitor is not None and self._resumes_at != OVER:
-            self.stopwatch = Stopwatch(self.first, given_bytes)
+            self.stopwatch = Stopwatch(self.first, given_bytes, lambda: members.batch_count)
         return True
 
     def _choose_schedule(self, lengths: Sequence[int | None]) -> Schedule:
@@ -358,6 +358,8 @@ class BatchLoop:
         if self.placeholders is None and not driver.tail_log.models():
             trains = self._grad_enabled
         with driver.telling:
-            record = monitor.add_loop(mine, driver.tail_log.channel, trains, rebalancing.enabled)
+            record = monitor.add_loop(
+                mine, driver.tail_log.channel, trains, rebalancing.enabled, driver.options.weighting
+            )
             if record is not None:
                 driver.log_epoch(record.metrics(), monitor.steps - 1)

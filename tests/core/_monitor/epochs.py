@@ -28,6 +28,7 @@ def make_epochs(ranks: int, epochs: int, donates: bool = False, step: float = ST
                         received=3 if donates and rank == 2 else 0,
                         given_bytes=3_000_000 if donates and rank == 1 else 0,
                         reading_seconds=n * step / 5,
+                        counted=4.0 * n,
                     )
                     for rank, n in enumerate(lengths)
                 ],
