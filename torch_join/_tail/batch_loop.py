@@ -70,7 +70,7 @@ class BatchLoop:
         self.driver = driver
         self.reader, self.asked, self.number, self._resumes_at = reader, asked, number, first
         self.first = max(0, first)
-        self.schedule = Schedule()
+        self.schedule = Schedule(driver.step, reader)
         self.stepped = True
         self.forwarded = self.reads_ahead = self.uneven = self.is_over = False
         self.trains: set[int] = set()
@@ -91,7 +91,7 @@ class BatchLoop:
     def drop(self) -> None:
         """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
         if self.placeholders is not None:
-            self.placeholders.drop()
+            self.placeholders.close()
         self.driver = None
 
     # ------------------------------------------------------------ start
@@ -147,7 +147,7 @@ class BatchLoop:
         return True
 
     def _choose_schedule(self, lengths: Sequence[int | None]) -> Schedule:
-        driver, log = self.driver, self.driver.tail_log
+        driver = self.driver
         driver.step.check = None
         rebalances = driver.rebalancing.enabled and (None in lengths or len({*lengths}) > 1)
         plan = driver.positions.plan
@@ -158,26 +158,23 @@ class BatchLoop:
                 f" counts steps differently. Resume {then} rebalance=True, or from a state written after a loop."
             )
         if driver.rebalancing.enabled:
-            planned = Planned(driver.step, driver.rebalancing, log, plan)
             source = self.reader
-            self.reader = planned.read(source)
+            planned = Planned(driver.step, source, driver.rebalancing, plan)
+            self.reader = planned.read()
             if driver.rebalancing.current is not None:
                 self.source = source
                 driver.step.check = planned.check_barrier
                 return planned
         if driver.options.may_break or (driver.members.meets_late and None not in lengths):
-            return EachUse(driver.step, self.reader, log, lengths, driver.tail.look)
+            return EachUse(driver.step, self.reader, lengths, driver.tail.look)
         if driver.members.meets_late or None in lengths:
-            return EachBatch(driver.step, self.reader, driver.members)
+            return EachBatch(driver.step, self.reader)
         known = cast(list[int], [*lengths])
-        return Certain(driver.step, self.reader, log, known, driver.options.throw_on_early_termination, self.first)
+        return Certain(driver.step, self.reader, known, driver.options.throw_on_early_termination, self.first)
 
     def _choose_placeholders(self, lengths: Sequence[int | None], kind: Placeholder) -> Schedule:
         driver, self.source = self.driver, self.reader
-        self.placeholders = PlaceholderLoop(
-            kind, self.source, driver.tail_log, driver.options, driver.given, lengths, self.first, self.number
-        )
-        self.reader, self.placeholders.reader.note = self.placeholders.reader, driver.remarks.note
+        self.reader = self.placeholders = PlaceholderLoop(kind, self.source, driver, lengths, self.first, self.number)
         driver.remarks.may_rebalance = False
         return self.placeholders.schedule(driver.step)
 
@@ -217,7 +214,7 @@ class BatchLoop:
                 loop.end_placeholders()
         except GeneratorExit:
             if placeholders is not None:
-                placeholders.leave()
+                placeholders.exit()
             on_purpose = is_left_on_purpose()
             if loop.is_current and on_purpose and loop._is_at_end:
                 loop._go_through_end()
@@ -228,7 +225,7 @@ class BatchLoop:
             raise
         finally:
             if placeholders is not None:
-                placeholders.leave()
+                placeholders.exit()
             if loop.is_current:
                 driver.finish_loop()
         loop.measure()
@@ -340,7 +337,7 @@ class BatchLoop:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
         if self.placeholders is not None:
             with self.driver.telling:
-                self.driver.own_taken += self.placeholders.end()
+                self.driver.own_taken += self.placeholders.finish()
 
     def measure(self) -> None:
         """Log and measure a loop that has ended; all ranks meet if there is a monitor."""

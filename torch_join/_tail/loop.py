@@ -241,7 +241,7 @@ class LoopDriver(Attendance):
     def find_last_step(self) -> bool:
         """Hold the deferred meeting, if any; return whether this step is known to be the last one on all ranks."""
         if self.placeholders is not None:
-            return self.placeholders.reader.hear().is_last_step
+            return self.placeholders.hear().is_last_step
         if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else the plan knows
             self.meet()
         return self.step.is_last

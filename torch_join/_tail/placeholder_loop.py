@@ -1,7 +1,8 @@
 """Loops in which finished ranks run placeholders: every rank has as many steps as the longest one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -11,14 +12,12 @@ from torch.optim import Optimizer
 from torch_join._base.attributes import setting
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinError, JoinValueError, JoinWarning, UnsupportedError, name_ranks
-from torch_join._base.weighting import Count, count_samples, counter, weighted
-from torch_join._control.channel import Channel
+from torch_join._base.weighting import count_samples, counter, weighted
 from torch_join._control.codec import is_closed
 from torch_join._control.failures import telling_failures
 from torch_join._handover import objects as _objects
 from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.kinds import holds_metrics, refuse_engines
-from torch_join._participants.options import Options
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.placeholders import Placeholder, WeighedLosses, make_placeholder, without_rows
 from torch_join._tail.reader import Reader
@@ -29,59 +28,95 @@ from torch_join._tail.tail_log import TailLog
 T = TypeVar("T")
 
 
-class PlaceholderReader(Reader[Any]):
-    """Reads this rank's batches, and then placeholders while other ranks have batches.
+class PlaceholderLoop(Reader[Any]):
+    """A loop in which finished ranks run placeholders: reads this rank's batches, and then placeholders.
 
     With certain lengths and no counting, ranks exchange nothing. Otherwise there is one exchange per step. A rank with
     a batch sends its message when the step starts, and waits for the other ranks' messages in its backward, or when the
     next step starts. A rank without a batch waits for them at once, unless lengths are certain.
 
     Args:
-        source: The reader of this rank's own batches.
         kind: The kind of placeholder.
-        losses: Weighs the losses of the steps.
-        tail_log: The ranks' log.
-        lengths: All ranks' numbers of batches, if these are certain.
-        count: Returns the count of a batch, if batches are counted.
+        source: The reader of this rank's own batches.
+        driver: The loop's `LoopDriver`.
+        lengths: By rank, the number of batches; `None` where it is not certain.
         first: The loop's first step.
-        throws: Whether all ranks raise when the first one runs out.
+        number: The loop's number in its `with`.
 
     Attributes:
+        losses: Weighs the losses of the steps.
+        lengths: All ranks' numbers of batches, if these are certain.
         step: Which ranks have a batch in the current or last step.
-        note: Called in each step with the ranks that have a batch, and the step's number.
+
+    Raises:
+        UnsupportedError: An object passed to `Join` cannot take part.
     """
 
     def __init__(
         self,
-        source: Reader[Any],
         kind: Placeholder,
-        losses: WeighedLosses,
-        tail_log: TailLog,
-        lengths: Sequence[int] | None,
-        count: Count | None,
+        source: Reader[Any],
+        driver: Any,
+        lengths: Sequence[int | None],
         first: int,
-        throws: bool,
+        number: int,
     ) -> None:
-        self._source, self._kind, self._losses, self._lengths = source, kind, losses, lengths
-        self._log, self._members, self._channel = tail_log, tail_log.members, tail_log.channel
-        self._count, self._first, self._throws = count, first, throws
-        self.step = ReadStep(tuple(range(self._members.world_size)), False)
+        given, options = driver.given, driver.options
+        _check_given(given)
+        self._source, self._kind, self._first, self._name, self._around = source, kind, first, number, ExitStack()
+        self._log: TailLog = driver.tail_log
+        self._members, self._channel = self._log.members, self._log.channel
+        self._throws, self._note = options.throw_on_early_termination, driver.remarks.note
+        self.lengths = None if options.may_break or None in lengths else [length or 0 for length in lengths]
+        self._count = counter(options.weighting, self._members.name, count_samples)
+        models = [thing for thing in given if isinstance(thing, nn.Module)]
+        optimizers = [inner for thing in given if (inner := innermost_optimizer(thing)) is not None]
+        rank, world_size = self._members.rank, self._members.world_size
+        self.losses = WeighedLosses(options.weighting, rank, world_size, models, optimizers, first)
+        self.step = ReadStep(tuple(range(world_size)), False)
         self._next = first  # the next step to take
         self._has_begun = self._has_arrived = False  # whether that step has begun; whether its exchange is pending
         self._counted, self._last = 0.0, None
-        self.note: Callable[[Sequence[int], int], None] = lambda *_: None
-        losses.step = self.hear
-        self._channel.before_meeting = self.hear
+        self._logged = -1, 0  # the last step with a logged value, and the number of earlier values in that step
+        self.losses.step = self._channel.before_meeting = self.hear
+
+    def schedule(self, step: Step) -> Schedule:
+        """Return the loop's schedule: each rank has as many steps as the longest rank has batches."""
+        if self.lengths is None:
+            return Together(step, self)
+        return Certain(step, self, [max(self.lengths)] * self._members.world_size, False, self._first)
+
+    def enter(self) -> None:
+        """Start to weigh losses."""
+        self._around.enter_context(self.losses.entered())
+
+    def exit(self) -> None:
+        """Stop weighing losses; calling this again does nothing."""
+        self._around.close()
+
+    def finish(self) -> int:
+        """End the loop; all ranks call this. Return how many batches this rank had."""
+        self.losses.end()
+        self._channel.before_meeting = lambda: None
+        return self._source.taken - self._source.first
+
+    def close(self) -> None:
+        """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
+        self.exit()
+        self.losses.behind.close()
+        self.losses.step = self._channel.before_meeting = lambda: None
+
+    # ------------------------------------------------------------ batches
 
     @property
     def pulling(self) -> bool:  # type: ignore[override]
         return self._source.pulling
 
     def has_next(self, ahead: int = 1) -> bool:
-        if self._lengths is not None:
-            goes_on = self._next + ahead <= max(self._lengths)
+        if self.lengths is not None:
+            goes_on = self._next + ahead <= max(self.lengths)
             if not goes_on and self._source.has_next():  # this call also lets the iterator reach its end
-                raise wrong_length(self._members.name, self._lengths[self._members.rank], self._next, True)
+                raise wrong_length(self._members.name, self.lengths[self._members.rank], self._next, True)
             return goes_on
         if not self._has_begun:
             self._begin()
@@ -93,7 +128,7 @@ class PlaceholderReader(Reader[Any]):
         self._has_begun = False
         number, rank, has = self._next, self._members.rank, self._source.has_next()
         if number > self._first:
-            self._losses.note_asked()
+            self.losses.note_asked()
         if self._throws and len(self.hear().active_ranks) < self._members.world_size:
             raise early_termination(rank, not has)
         if has:
@@ -101,24 +136,24 @@ class PlaceholderReader(Reader[Any]):
         if number == self._first and len(active := self.hear().active_ranks) < self._members.world_size:
             self._share(active[0])
         batch = self._last if has else make_placeholder(self._kind, self._last)
-        self._losses.begin(number, not has, batch)
+        self.losses.begin(number, not has, batch)
         self._next += 1
         return batch
 
     def _begin(self) -> None:
         """Start the next step: send this rank's count and, unless lengths are certain, whether it has a batch."""
-        self._losses.before = self.hear().active_ranks or self._losses.before
+        self.losses.before = self.hear().active_ranks or self.losses.before
         self._has_begun = True
         rank, has = self._members.rank, self._source.has_next()
         number = self._number = self._next  # the step of the exchange
         self._counted = self._source.count(self._count) if has and self._count is not None else 0.0
-        if self._lengths is not None:
-            if has != (number < self._lengths[rank]):
-                raise wrong_length(self._members.name, self._lengths[rank], number, has)
-            active = tuple(rank for rank, length in enumerate(self._lengths) if number < length)
-            self.step = ReadStep(active, number + 1 >= max(self._lengths))
-            self.note(active, number)
-        if self._lengths is None or self._count is not None:
+        if self.lengths is not None:
+            if has != (number < self.lengths[rank]):
+                raise wrong_length(self._members.name, self.lengths[rank], number, has)
+            active = tuple(rank for rank, length in enumerate(self.lengths) if number < length)
+            self.step = ReadStep(active, number + 1 >= max(self.lengths))
+            self._note(active, number)
+        if self.lengths is None or self._count is not None:
             notice = None if has and not self._source.at_last else {"last": True} if has else {"end": True}
             self._channel.arrive(self._counted, notice)
             self._has_arrived = True
@@ -140,10 +175,10 @@ class PlaceholderReader(Reader[Any]):
                 )
             active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
             is_last = all("last" in result.notices.get(rank, ()) for rank in active)
-            if self._lengths is not None:
+            if self.lengths is not None:
                 active, is_last = self.step.active_ranks, self.step.is_last_step
             self.step = ReadStep(active, is_last, self._counted, result.total)
-            self.note(active, self._number)
+            self._note(active, self._number)
         return self.step
 
     def _share(self, source: int) -> None:
@@ -157,112 +192,11 @@ class PlaceholderReader(Reader[Any]):
         if self._last is None:
             self._last = form
 
-
-class Together(Schedule):
-    """Gives all ranks the same number of steps; each step's exchange shows whether there is another one.
-
-    Args:
-        step: The loop's steps.
-        reader: Runs the exchange.
-        tail_log: The ranks' log.
-    """
-
-    def __init__(self, step: Step, reader: PlaceholderReader, tail_log: TailLog) -> None:
-        self._current, self._reader, self._tail_log = step, reader, tail_log
-
-    def begin(self, step: int) -> bool:
-        goes_on = self._reader.has_next()
-        self._current.is_last, self._current.ending = False, ()
-        self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if goes_on else ())
-        return True
-
-
-class PlaceholderLoop:
-    """A loop in which finished ranks run placeholders.
-
-    Args:
-        kind: The kind of placeholder.
-        source: The reader of this rank's own batches.
-        tail_log: The ranks' log.
-        options: The user's options.
-        given: The objects passed to `Join`.
-        lengths: By rank, the number of batches; `None` where it is not certain.
-        first: The loop's first step.
-        number: The loop's number in its `with`.
-
-    Attributes:
-        losses: Weighs the losses of the steps.
-        lengths: All ranks' numbers of batches, if these are certain.
-        reader: Reads batches and placeholders.
-
-    Raises:
-        UnsupportedError: An object in `given` cannot take part.
-    """
-
-    def __init__(
-        self,
-        kind: Placeholder,
-        source: Reader[Any],
-        tail_log: TailLog,
-        options: Options,
-        given: Sequence[Any],
-        lengths: Sequence[int | None],
-        first: int,
-        number: int,
-    ) -> None:
-        _check_given(given)
-        self._source, self._log, self._members, self._channel = source, tail_log, tail_log.members, tail_log.channel
-        self._first, self._name, self._around = first, number, ExitStack()
-        known = None if options.may_break or None in lengths else [length or 0 for length in lengths]
-        models = [thing for thing in given if isinstance(thing, nn.Module)]
-        optimizers = [inner for thing in given if (inner := innermost_optimizer(thing)) is not None]
-        rank, world_size = self._members.rank, self._members.world_size
-        self.losses = WeighedLosses(options.weighting, rank, world_size, models, optimizers, first)
-        self.lengths = known
-        self.reader = PlaceholderReader(
-            source,
-            kind,
-            self.losses,
-            tail_log,
-            known,
-            counter(options.weighting, self._members.name, count_samples),
-            first,
-            options.throw_on_early_termination,
-        )
-        self._logged = -1, 0  # the last step with a logged value, and the number of earlier values in that step
-
-    def schedule(self, step: Step) -> Schedule:
-        """Return the loop's schedule: each rank has as many steps as the longest rank has batches."""
-        if self.lengths is None:
-            return Together(step, self.reader, self._log)
-        lengths = [max(self.lengths)] * self._members.world_size
-        return Certain(step, self.reader, self._log, lengths, False, self._first)
-
-    def enter(self) -> None:
-        """Start to weigh losses."""
-        self._around.enter_context(self.losses.entered())
-
-    def leave(self) -> None:
-        """Stop weighing losses; calling this again does nothing."""
-        self._around.close()
-
-    def end(self) -> int:
-        """End the loop; all ranks call this. Return how many batches this rank had."""
-        self.losses.end()
-        self._channel.before_meeting = lambda: None
-        return self._source.taken - self._source.first
-
-    def drop(self) -> None:
-        """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
-        self.leave()
-        self.losses.behind.close()
-        self.losses.step = self._channel.before_meeting = lambda: None
-
     # ------------------------------------------------------------ in a step
 
     def find_active(self) -> tuple[int, ...]:
         """Wait until this rank knows which ranks have a batch in the current step; return them."""
-        return self.reader.hear().active_ranks
+        return self.hear().active_ranks
 
     @property
     def joined(self) -> bool:
@@ -315,8 +249,8 @@ class PlaceholderLoop:
             self._channel.post(key, values if is_closed(values) else None)
         if self._members.rank != 0:
             return values
-        watch = _LogWatch(self._channel, key, leader, step)
-        with telling_failures(self._channel), setting(self._channel, suspect=watch.look):
+        look = partial(self._check_logs, key, leader, step)
+        with telling_failures(self._channel), setting(self._channel, suspect=look):
             sent = self._channel.read(key)
         if sent is None:
             JoinWarning.warn(
@@ -325,34 +259,30 @@ class PlaceholderLoop:
             )
         return cast(T | None, sent)
 
-
-class _LogWatch:
-    """Checks, while rank 0 waits for values to log, whether the rank that should send them has passed the step.
-
-    Args:
-        channel: The channel between the ranks.
-        key: The key of the values.
-        leader: The rank that has the values.
-        step: The step.
-    """
-
-    def __init__(self, channel: Channel, key: str, leader: int, step: int) -> None:
-        self._channel, self._key, self._leader, self._number = channel, key, leader, step
-
-    def look(self) -> None:
-        """Ask the leader.
+    def _check_logs(self, key: str, leader: int, step: int) -> None:
+        """Check, while rank 0 waits for values to log, whether the rank that should send them has passed the step.
 
         Raises:
-            JoinError: The leader has passed the step without sending the values.
+            JoinError: It has passed the step without sending the values.
         """
-        _, status = self._channel.health().answers.get(self._leader, (False, None))
-        has_passed = status is not None and (status.step is None or status.step > self._number)
-        if has_passed and not self._channel.posted(self._key):
+        _, status = self._channel.health().answers.get(leader, (False, None))
+        has_passed = status is not None and (status.step is None or status.step > step)
+        if has_passed and not self._channel.posted(key):
             raise JoinError(
-                f"Rank 0 has finished and waits for the values that rank {self._leader} logs in step {self._number},"
-                " but that rank completed the step without logging. With placeholder=, call `log` on all ranks, the"
-                " same number of times."
+                f"Rank 0 has finished and waits for the values that rank {leader} logs in step {step}, but that rank"
+                " completed the step without logging. With placeholder=, call `log` on all ranks, the same number of"
+                " times."
             )
+
+
+class Together(Schedule):
+    """Gives all ranks the same number of steps; each step's exchange shows whether there is another one."""
+
+    def begin(self, step: int) -> bool:
+        goes_on = self._reader.has_next()
+        self._current.is_last, self._current.ending = False, ()
+        self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if goes_on else ())
+        return True
 
 
 def _check_given(given: Sequence[Any]) -> None:

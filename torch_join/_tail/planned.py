@@ -58,18 +58,17 @@ class Planned(Schedule):
 
     Args:
         step: The loop's steps.
+        reader: This rank's batches.
         rebalancing: Rebalances the batches.
-        tail_log: The ranks' log.
         place: In a resumed loop, the value that `Rebalancer.place` returned.
     """
 
-    def __init__(
-        self, step: Step, rebalancing: Rebalancing, tail_log: TailLog, place: dict[str, Any] | None = None
-    ) -> None:
-        self._current, self._rebalancing, self._tail_log, self._place = step, rebalancing, tail_log, place
+    def __init__(self, step: Step, reader: Reader[Any], rebalancing: Rebalancing, place: dict[str, Any] | None) -> None:
+        super().__init__(step, reader)
+        self._rebalancing, self._place = rebalancing, place
 
-    def read(self, reader: Reader[Any]) -> Reader[Any]:
-        """Make a plan for the batches of `reader`, if there is anything to rebalance; all ranks meet.
+    def read(self) -> Reader[Any]:
+        """Make a plan for this rank's batches, if there is anything to rebalance; all ranks meet.
 
         Returns:
             A reader of the batches that this rank trains on.
@@ -79,7 +78,7 @@ class Planned(Schedule):
         """
         refuse_model_parallel(self._tail_log)
         self._rebalancing.current = None  # drop the last loop's plan: not every reader starts a new one
-        return reader.rebalanced(self._begin)
+        return self._reader.rebalanced(self._begin)
 
     def _begin(self, source: Reader[Any]) -> Reader[Any] | None:
         length, members, place = source.certain_length(), self._tail_log.members, self._place

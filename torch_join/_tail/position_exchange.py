@@ -1,5 +1,6 @@
 """The exchange of all ranks' places in their loaders, which one active rank writes into a checkpoint."""
 
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from torch_join._base.attributes import setting
@@ -38,7 +39,7 @@ class PositionExchange(Participant):
         tail_log.asked += 1
         if members.world_size == 1:
             return [self.driver.find_place(which)]
-        with setting(channel, suspect=_AbsenceWatch(tail_log, name).look):
+        with setting(channel, suspect=partial(self._check_absence, name, set())):
             steps = channel.gather(step, of=int, among=(f"{_PLACE}/{tail_log.asked}", members.active))
         if len({*steps}) > 1:
             names = ", ".join(
@@ -71,39 +72,31 @@ class PositionExchange(Participant):
         with self.tail_log.own_collectives(), on_device(self.members.group):
             return _objects.gather(place, "The state of a loader", self.members.group)
 
+    def _check_absence(self, name: str, before: set[int]) -> None:
+        """Check, while this rank waits for the other ranks' places, whether one of them continued without the call.
 
-class _AbsenceWatch:
-    """Checks, on a rank that waits for the other ranks' places, whether one of them continued without the call.
-
-    Args:
-        tail_log: The ranks' log.
-        name: The call, for errors.
-    """
-
-    def __init__(self, tail_log: TailLog, name: str) -> None:
-        self._log, self._members, self._name = tail_log, tail_log.members, name
-        self._before: set[int] = set()
-
-    def look(self) -> None:
-        """Ask the other ranks.
+        Args:
+            name: The call, for errors.
+            before: The ranks that seemed to have continued at the last check; this function updates it.
 
         Raises:
-            JoinError: Some ranks have continued without the call.
+            JoinError: Some ranks seem to have continued at two checks in a row.
         """
-        answers = self._log.channel.health().answers
-        _, mine = answers.get(self._members.rank, (False, None))
+        answers, asked = self.tail_log.channel.health().answers, cast(TailLog, self.tail_log).asked
+        _, mine = answers.get(self.members.rank, (False, None))
         gone = set()
-        for rank in self._members.active:
+        for rank in self.members.active:
             waits, status = answers.get(rank, (False, None))
-            if status is None or mine is None or status.asked >= self._log.asked:
+            if status is None or mine is None or status.asked >= asked:
                 continue
             ahead = any(theirs[0] > own[0] for theirs, own in zip(status.models, mine.models, strict=False))
             if waits or ahead:
                 gone.add(rank)
-        if again := gone & self._before:
+        if again := gone & before:
             raise JoinError(
-                f"{self._name} was called on rank {self._members.name}, but {name_ranks(self._members.named(again))}"
+                f"{name} was called on rank {self.members.name}, but {name_ranks(self.members.named(again))}"
                 " continued without the call. Call it on all active ranks at the same step, and write the file on one"
                 " of them (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
             )
-        self._before = gone
+        before.clear()
+        before |= gone

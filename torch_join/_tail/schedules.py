@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_join._base.errors import JoinValueError, raise_any
-from torch_join._base.membership import Membership
 from torch_join._schedule.plan import Share
 from torch_join._tail.reader import Reader
 from torch_join._tail.step import Step
-from torch_join._tail.tail_log import TailLog
 
 
 class Schedule:
     """Determines which ranks are active at each step.
+
+    Args:
+        step: The loop's steps.
+        reader: This rank's batches.
 
     Attributes:
         lengths: All ranks' numbers of batches, if these are certain.
@@ -23,6 +25,9 @@ class Schedule:
     lengths: list[int] | None = None
     expected: Sequence[int | None] = ()
     presumes_all = False
+
+    def __init__(self, step: Step, reader: Reader[Any]) -> None:
+        self._current, self._reader, self._tail_log = step, reader, step.tail_log
 
     @property
     def share(self) -> Share | None:
@@ -44,11 +49,8 @@ class Schedule:
 class EachBatch(Schedule):
     """The ranks meet at each batch."""
 
-    def __init__(self, step: Step, reader: Reader[Any], members: Membership) -> None:
-        self._current, self._reader, self._members = step, reader, members
-
     def begin(self, step: int) -> bool:
-        has_next, count = self._reader.has_next(), self._members.count
+        has_next, count = self._reader.has_next(), self._tail_log.members.count
         counted = self._reader.count(count) if has_next and count is not None else 0
         self._current.meet_now(has_next, counted, self._reader.at_last)
         return True
@@ -63,20 +65,14 @@ class EachUse(Schedule):
     Args:
         step: The loop's steps.
         reader: This rank's batches.
-        tail_log: The ranks' log.
         lengths: All ranks' numbers of batches; `None` for each that is not certain.
         look: Called with the step's number at the top of a step in which another rank should have no batch.
     """
 
     def __init__(
-        self,
-        step: Step,
-        reader: Reader[Any],
-        tail_log: TailLog,
-        lengths: Sequence[int | None],
-        look: Callable[[int], None],
+        self, step: Step, reader: Reader[Any], lengths: Sequence[int | None], look: Callable[[int], None]
     ) -> None:
-        self._current, self._reader, self._tail_log = step, reader, tail_log
+        super().__init__(step, reader)
         self.expected, self._look = lengths, look
 
     def begin(self, step: int) -> bool:
@@ -98,19 +94,16 @@ class Certain(Schedule):
     Args:
         step: The loop's steps.
         reader: This rank's batches.
-        tail_log: The ranks' log.
         lengths: All ranks' numbers of batches.
         throws: Whether all ranks raise when the first one runs out.
         first: The loop's first step.
     """
 
-    def __init__(
-        self, step: Step, reader: Reader[Any], tail_log: TailLog, lengths: list[int], throws: bool, first: int
-    ) -> None:
-        self._current, self._reader, self._tail_log, self._first = step, reader, tail_log, first
+    def __init__(self, step: Step, reader: Reader[Any], lengths: list[int], throws: bool, first: int) -> None:
+        super().__init__(step, reader)
         self.lengths: list[int] = lengths
-        self._mine = lengths[tail_log.members.rank]
-        self._throws = throws
+        self._mine = lengths[self._tail_log.members.rank]
+        self._throws, self._first = throws, first
 
     def begin(self, step: int) -> bool:
         # When a loop starts, a loader may communicate on all ranks, even on one without a batch (Accelerate's does).

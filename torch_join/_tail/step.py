@@ -66,7 +66,7 @@ class Step:
     check: Callable[[BarrierResult], None] | None = None
 
     def __init__(self, tail_log: TailLog, telling: Telling, follow_up: Callable[[], None]) -> None:
-        self._tail_log, self._members = tail_log, tail_log.members
+        self.tail_log, self._members = tail_log, tail_log.members
         self._telling = telling
         self._follow_up = weakref.WeakMethod(follow_up)  # a cycle would keep the group after the loop
         self._lock = threading.RLock()  # a backward on several devices has several threads
@@ -83,7 +83,7 @@ class Step:
         """Move to the step of this number; all ranks' numbers of batches are certain."""
         self.is_last = number + 1 >= max(lengths)
         self.ending = [rank for rank, length in enumerate(lengths) if length == number + 1]
-        self._tail_log.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
+        self.tail_log.change(tuple(rank for rank, length in enumerate(lengths) if length > number))
 
     def defer(self, count: float, is_last: bool = False) -> None:
         """Defer the meeting until this rank first communicates in its step, since it may leave the loop before that.
@@ -93,7 +93,7 @@ class Step:
             is_last: Whether the batch is known to be its last.
         """
         self._due = count, is_last
-        self._tail_log.has_to_meet = True
+        self.tail_log.has_to_meet = True
 
     def drop(self) -> bool:
         """Leave the step if no rank relies on this one in it; return whether none does."""
@@ -126,35 +126,35 @@ class Step:
                         follow_up()
             finally:
                 self._due, self._hears = None, False
-                self._tail_log.has_to_meet = False
+                self.tail_log.has_to_meet = False
 
     def meet_now(self, has_input: bool, count: float = 0.0, is_last: bool = False) -> None:
         """Meet the active ranks at once; send whether this rank has an input, and whether that is its last."""
         self._due, self.has_arrived = None, False
         if not has_input:
-            self._tail_log.check_backwards_ended()
+            self.tail_log.check_backwards_ended()
         self._say(has_input, count, is_last)
         with nullcontext() if has_input else self.watching_loaders():
             self._hear(has_input)
 
     def watching_loaders(self) -> AbstractContextManager[None]:
         """Watch the other ranks' loaders while this rank, which has no batch, waits for them to read their next one."""
-        channel = self._tail_log.channel
+        channel = self.tail_log.channel
         return setting(channel, suspect=LoaderWatch(channel, self._members).look)
 
     def _say(self, has_input: bool, count: float, is_last: bool) -> None:
         notice = {} if not has_input else {"last": True} if is_last else None
-        self._tail_log.channel.arrive(count, notice, self._members.active)
+        self.tail_log.channel.arrive(count, notice, self._members.active)
         if has_input and self.check is None:  # else this rank's batch may come from another rank
             self._members.counted = count
 
     def _hear(self, has_input: bool) -> None:
-        result = self._tail_log.channel.wait()
+        result = self.tail_log.channel.wait()
         if self.check is not None:
             self.check(result)
         if has_input:  # else keep the last step's count: its backward may come after the loop
             self._members.total = result.total
-        self._tail_log.change(tuple(rank for rank in self._members.active if result.notices.get(rank) != {}))
+        self.tail_log.change(tuple(rank for rank in self._members.active if result.notices.get(rank) != {}))
         active = self._members.active
         self.ending = [rank for rank in active if result.notices.get(rank)]
         self.is_last = bool(active) and len(self.ending) == len(active)
