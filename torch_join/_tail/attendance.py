@@ -405,7 +405,11 @@ class Attendance(Driver):
                 each.note_backward((self.loops, self.step_number))
         elif (loop, model) in self._uneven_loops:
             with self.telling:
-                raise _nesting.late_backward(self.members.name)
+                raise JoinError(
+                    f"Rank {self.members.name} ran a backward whose forward belongs to an uneven loop over"
+                    " join.batches that has ended. The other ranks have moved on, so its gradients would be averaged"
+                    " with those of later backwards. Run each batch's backward before you request the next batch."
+                )
         elif not self.in_loop and here.reads_ahead and model in here.trains and here.uneven:
             with self.telling:
                 raise _nesting.read_ahead(self.members.name)

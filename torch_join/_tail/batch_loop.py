@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from torch_join._base.closing import is_left_on_purpose
-from torch_join._base.errors import JoinDataWarning, JoinValueError, raise_any
+from torch_join._base.errors import JoinDataWarning, JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.sampler import dealt_again
 from torch_join._base.synced_steps import Synced, SyncedSteps
@@ -122,7 +122,12 @@ class BatchLoop:
         driver.tail.early_exit, driver.unasked = driver.unasked, None
         # With rebalancing or placeholders, a rank without its own batches gets some, so it must ask for them too.
         refused = (_UNASKED, _EMPTY) if driver.rebalancing.enabled or placeholder is not None else (_UNASKED,)
-        _nesting.refuse_unasked(members.named(rank for rank, way in enumerate(ways) if way in refused))
+        if unasked := members.named(rank for rank, way in enumerate(ways) if way in refused):
+            raise JoinError(
+                f"{name_ranks(unasked).capitalize()} created an iterator over join.batches, but never took any of its"
+                " batches while other ranks iterated over theirs. Call next() for each batch, or leave such loops at"
+                " the same step on all ranks."
+            )
         if placeholder is not None:
             members.weigh("world")
         if members.meets_late:
@@ -323,7 +328,11 @@ class BatchLoop:
         if driver.tail.early_exit is not None:
             driver.tail.early_exit.meet()
         if isinstance(self.schedule, EachUse) and self.forwarded and not self.stepped:
-            raise _nesting.left_amid(driver.members.name, driver.step_number)
+            raise JoinError(
+                f"Rank {driver.members.name} left its loop at step {driver.step_number}, after taking a batch but"
+                " before the model's forward, on which the other ranks already rely. Put the `break` at the end of a"
+                " step."
+            )
         with driver.telling:
             if self.schedule.lengths is not None:  # if this rank left at its last batch, all ranks know that it is done
                 driver.step_number += 1

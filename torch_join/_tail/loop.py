@@ -81,7 +81,7 @@ class LoopDriver(Attendance):
         Raises:
             JoinValueError: The ranks passed different things to `Join`.
         """
-        _nesting.enter(self, self.given, lambda: self.in_loop)
+        _nesting.enter(self)
         if not self.tail_log.participants:  # this driver was entered and left before
             self._renew_tail_log()
             self._make_participants()
@@ -364,7 +364,12 @@ class LoopDriver(Attendance):
                 if self.in_loop and self.loop is not None and not self.loop.reader.has_next():
                     self.loop.leave(at_once=False)  # a loop with iter() and next() that never asked past the last batch
                 if self.in_loop:
-                    raise _nesting.nested()
+                    raise JoinError(
+                        "A loop over join.batches was started before another one had ended, so finished ranks cannot"
+                        " follow. If a variable (a progress bar, for example) still holds a loop that was left with"
+                        " `break`, `del` the variable. Otherwise start one loop after the other, or loop over both at"
+                        " once: join.batches(zip(a, b))."
+                    )
                 self.meet()
                 self.loops += 1
                 if self.loop is not None:
