@@ -23,7 +23,7 @@ from torch_join._tail.batch_loop import BatchLoop, Place
 from torch_join._tail.placeholder_loop import PlaceholderLoop
 from torch_join._tail.remarks import LOG, Remarks
 from torch_join._tail.schedules import EachBatch
-from torch_join._tail.step import Step, Telling
+from torch_join._tail.step import Step
 from torch_join._tail.tail import Tail
 from torch_join._tail.tail_log import TailLog
 
@@ -41,7 +41,6 @@ class Attendance(Driver):
         members: Which ranks are active.
         tail: Acts when ranks join, and when all ranks have joined.
         rebalancing: The rebalancing state that outlives a loop.
-        telling: Reports errors raised inside it to the other ranks.
         place: Where this rank's user code is.
         loop: The current loop over `batches`, or the last one.
         loops: The number of loops so far.
@@ -86,7 +85,6 @@ class Attendance(Driver):
         self.step_number = self.loops = self.plain_steps = self.own_taken = 0
         self.loop = None
         self.remarks: Remarks | None = None
-        self.telling.raised = None
         self.steps = Steps(self.given)
         self._entered_in = threading.get_ident()
         self._steps_in: int | None = None  # the thread of the last forward
@@ -100,8 +98,7 @@ class Attendance(Driver):
         self.tail_log = self.tail.tail_log = TailLog(
             self.members, self.meet, self.tail.check_backward, self.before_collective
         )
-        self.telling = Telling(self.tail_log)
-        self.step = Step(self.tail_log, self.telling, self._follow_up)
+        self.step = Step(self.tail_log, self._follow_up)
         self.tail_log.loader = lambda: None if self.loop is None else self.loop.status()
         self.tail_log.step = lambda: self.step_number if self.in_loop else None
         self.tail_log.backwards.replicas = self.options.hand_over_ignored is True
@@ -262,7 +259,7 @@ class Attendance(Driver):
         if (plan := self.rebalancing.current) is not None and loop is not None:
             if loop.source is not None:
                 loop.source.plan, loop.source.has_ended = plan.place(), True
-            with self.telling:
+            with self.tail_log.telling():
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
         if loop is not None and loop.placeholders is not None:
@@ -369,18 +366,18 @@ class Attendance(Driver):
         """Prepare for a collective in this rank's user code: see `Parting`."""
         self.meet()  # `Parting` needs to know which ranks are in their last step
         if self.in_loop and (ranks is None or {*ranks} == {*self.members.global_ranks}):
-            with self.telling:
+            with self.tail_log.telling():
                 self.tail_log.parting.before_collective(operation, waits)
 
     def before_buffers(self, group: Any) -> None:
         parting = self.tail_log.parting
         if self.in_loop and parting.is_on and dist.get_process_group_ranks(group) == self.members.global_ranks:
-            with self.telling:
+            with self.tail_log.telling():
                 parting.before_collective("DDP's broadcast of buffers, in a forward,")
 
     def before_sharded_backward(self, syncs: bool) -> None:
         if self.in_loop:
-            with self.telling:
+            with self.tail_log.telling():
                 self.tail_log.parting.before_backward(syncs)
 
     def note_backward(self, model: int) -> None:
@@ -404,12 +401,12 @@ class Attendance(Driver):
             for each in self._steppers[model]:
                 each.note_backward((self.loops, self.step_number))
         elif (loop, model) in self._uneven_loops:
-            with self.telling:
+            with self.tail_log.telling():
                 raise JoinError(
                     f"Rank {self.members.name} ran a backward whose forward belongs to an uneven loop over"
                     " join.batches that has ended. The other ranks have moved on, so its gradients would be averaged"
                     " with those of later backwards. Run each batch's backward before you request the next batch."
                 )
         elif not self.in_loop and here.reads_ahead and model in here.trains and here.uneven:
-            with self.telling:
+            with self.tail_log.telling():
                 raise _nesting.read_ahead(self.members.name)

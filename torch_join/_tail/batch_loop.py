@@ -196,7 +196,7 @@ class BatchLoop:
             if placeholders is not None:
                 placeholders.enter()
             while True:
-                with driver.telling:
+                with driver.tail_log.telling():
                     if not loop._begin_step():
                         break
                     loop.stepped = not has_models
@@ -287,7 +287,7 @@ class BatchLoop:
         # An error raised while a generator closes is lost, so `telling` raises it again at this rank's next meeting.
         with suppress(BaseException):
             try:
-                with driver.telling:
+                with driver.tail_log.telling():
                     self._begin_step()
             except BaseException:
                 driver.place, log.has_to_meet = Place.LEFT, True
@@ -333,7 +333,7 @@ class BatchLoop:
                 " before the model's forward, on which the other ranks already rely. Put the `break` at the end of a"
                 " step."
             )
-        with driver.telling:
+        with driver.tail_log.telling():
             if self.schedule.lengths is not None:  # if this rank left at its last batch, all ranks know that it is done
                 driver.step_number += 1
                 driver.steps.now = False
@@ -345,7 +345,7 @@ class BatchLoop:
     def end_placeholders(self) -> None:
         """End a loop in which finished ranks ran placeholders; all ranks call this."""
         if self.placeholders is not None:
-            with self.driver.telling:
+            with self.driver.tail_log.telling():
                 self.driver.own_taken += self.placeholders.finish()
 
     def measure(self) -> None:
@@ -363,7 +363,7 @@ class BatchLoop:
         mine = stopwatch.stop(given, received, rebalancing.nbytes)
         if self.placeholders is None and not driver.tail_log.models():
             trains = self._grad_enabled
-        with driver.telling:
+        with driver.tail_log.telling():
             record = monitor.add_loop(
                 mine, driver.tail_log.channel, trains, rebalancing.enabled, driver.options.weighting
             )

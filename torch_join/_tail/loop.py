@@ -103,8 +103,8 @@ class LoopDriver(Attendance):
     def finish(self, error: BaseException | None) -> None:
         """End a `with`, with or without an error; all ranks meet."""
         if error is not None:
-            self.telling.raised = None  # raise `error` itself, not an earlier one that may have caused it
-        with self.telling:
+            self.tail_log.raised = None  # raise `error` itself, not an earlier one that may have caused it
+        with self.tail_log.telling():
             if error is not None:
                 raise error
             if self.in_loop and self.loop is not None:  # user code left by `break`, but a variable holds the iterator
@@ -129,7 +129,6 @@ class LoopDriver(Attendance):
     def leave(self) -> None:
         """Remove participants and the tap: they refer to this driver, which keeps the group and its threads alive."""
         self.step.reset()
-        self.telling.raised = None
         if not self.signals.lasts:
             self.signals.restore()
         self.tail.reads.forget()
@@ -203,7 +202,7 @@ class LoopDriver(Attendance):
         Raises:
             JoinError: Some rank has joined, or the loop is a plain `for`, where this is unknown.
         """
-        with self.telling:
+        with self.tail_log.telling():
             if self.place is Place.PLAIN:
                 raise JoinError(
                     f"{call} inside a `with` whose loop is a plain `for`, where Join cannot know whether a rank has run"
@@ -231,7 +230,7 @@ class LoopDriver(Attendance):
         """
         last = None if self.loop is None else self.loop.placeholders
         if last is not None and last.losses.joined and isinstance(rows, list) and len(rows) > self.own_taken:
-            with self.telling:
+            with self.tail_log.telling():
                 raise JoinValueError(
                     f"Rank {self.members.name} passed the rows of {len(rows)} steps but had only {self.own_taken}"
                     " batches, so the rows include results of placeholders. Append a step's results only `if not"
@@ -259,7 +258,7 @@ class LoopDriver(Attendance):
         if not _nesting.is_entered(self):
             return self.signals.agreed
         self.meet()
-        with self.telling:
+        with self.tail_log.telling():
             return self._part(StopExchange).ask(self.loops)
 
     # ------------------------------------------------------------ positions
@@ -274,7 +273,7 @@ class LoopDriver(Attendance):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Join.load_state_dict`."""
         if self.in_loop:
-            with self.telling:
+            with self.tail_log.telling():
                 raise JoinError("join.load_state_dict() was called in a loop. Call it before the loop that resumes.")
         self.named.load(state)
         self.positions = self.named.current
@@ -287,7 +286,7 @@ class LoopDriver(Attendance):
             which: The loader's number: 0 for the current or last loop's loader; for others see `find_other_place`.
         """
         self.meet()
-        with self.telling:
+        with self.tail_log.telling():
             return self._part(PositionExchange).gather(name, which)
 
     def _part(self, kind: type[P]) -> P:
@@ -346,7 +345,7 @@ class LoopDriver(Attendance):
 
     def _in_order(self, ticket: object, go_through: Callable[[], Iterator[T]]) -> Iterator[T]:
         if not self._unbegun.begin(ticket) and _nesting.is_entered(self):
-            with self.telling:
+            with self.tail_log.telling():
                 raise _nesting.left_behind()
         yield from go_through()
 
@@ -359,7 +358,7 @@ class LoopDriver(Attendance):
         placeholder: Placeholder | None = None,
     ) -> Iterator[T]:
         def begin() -> BatchLoop | None:
-            with self.telling:
+            with self.tail_log.telling():
                 _nesting.check_entered(self)
                 if self.in_loop and self.loop is not None and not self.loop.reader.has_next():
                     self.loop.leave(at_once=False)  # a loop with iter() and next() that never asked past the last batch

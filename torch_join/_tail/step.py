@@ -4,48 +4,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 from torch_join._base.attributes import setting
-from torch_join._control.failures import telling_failures
 from torch_join._control.reports import BarrierResult
 from torch_join._tail.reader import LoaderWatch
 from torch_join._tail.tail_log import TailLog
-
-
-class Telling:
-    """Reports errors raised inside it to the other ranks, and raises an earlier error again.
-
-    If user code swallows an error, the next meeting raises it again, since the other ranks will not come to it.
-
-    Attributes:
-        raised: The earlier error.
-    """
-
-    raised: BaseException | None = None
-
-    def __init__(self, tail_log: TailLog) -> None:
-        self._tail_log = tail_log
-
-    def __enter__(self) -> None:
-        if self.raised is not None:
-            raise self.raised
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        try:
-            telling_failures(self._tail_log.channel).__exit__(kind, error, traceback)
-        except BaseException as instead:
-            self._note(instead)
-            raise
-        self._note(error)
-
-    def _note(self, error: BaseException) -> None:
-        if self._tail_log.members.world_size > 1:
-            self.raised = error
 
 
 class Step:
@@ -53,7 +16,6 @@ class Step:
 
     Args:
         tail_log: Receives the ranks that are active.
-        telling: See `Telling`.
         follow_up: Called after a deferred meeting, on a rank that has an input.
 
     Attributes:
@@ -65,9 +27,8 @@ class Step:
 
     check: Callable[[BarrierResult], None] | None = None
 
-    def __init__(self, tail_log: TailLog, telling: Telling, follow_up: Callable[[], None]) -> None:
+    def __init__(self, tail_log: TailLog, follow_up: Callable[[], None]) -> None:
         self.tail_log, self._members = tail_log, tail_log.members
-        self._telling = telling
         self._follow_up = weakref.WeakMethod(follow_up)  # a cycle would keep the group after the loop
         self._lock = threading.RLock()  # a backward on several devices has several threads
         self.reset()
@@ -106,7 +67,7 @@ class Step:
         """Send this rank's message for a deferred meeting; does not wait for other ranks."""
         with self._lock:
             if self._due is not None and not (self.has_arrived or self._hears):
-                with self._telling:
+                with self.tail_log.telling():
                     self._say(True, *self._due)
                 self.has_arrived = True
 
@@ -120,7 +81,7 @@ class Step:
             self.arrive()
             self._hears, self.has_arrived = True, False
             try:
-                with self._telling:
+                with self.tail_log.telling():
                     self._hear(has_input=True)
                     if (follow_up := self._follow_up()) is not None:
                         follow_up()

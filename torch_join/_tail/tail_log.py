@@ -18,6 +18,7 @@ from torch_join._collectives.subgroups import Subgroups
 from torch_join._collectives.tap import Call, CollectiveTap
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
+from torch_join._control.failures import telling_failures
 from torch_join._control.reports import Status
 from torch_join._participants.participant import Announcer, LoopModel, Participant
 from torch_join._participants.unregistered import notice_metric
@@ -45,6 +46,7 @@ class TailLog(Announcer):
         on_all: How deep this rank is in `on_all_ranks`.
         has_to_meet: Whether a meeting is deferred, or this rank has to finish a loop that it left.
         asked: The number of exchanges of all ranks' places in their loaders that this rank knows of.
+        raised: The error that `telling` has reported.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TailLog(Announcer):
         self._asides = 0  # the number of aside announcements read since the log's last record
         self.on_all = 0
         self.has_to_meet = False
+        self.raised: BaseException | None = None  # in `telling`
         self.still = False  # whether nothing has been announced since the tail started
         self._counts = False  # whether `agreement` compares this rank's announcements with other active ranks'
         self.backwards.reset()
@@ -95,6 +98,7 @@ class TailLog(Announcer):
 
     def close(self) -> None:
         """Remove all hooks, and all references to and from this object that would keep the group alive."""
+        self.raised = None
         self.tap.remove()
         while self.participants:
             self.participants.pop().exit()
@@ -130,6 +134,21 @@ class TailLog(Announcer):
     @property
     def in_pieces(self) -> bool:
         return self.backwards.in_pieces
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Report errors raised inside it to the other ranks, and raise an earlier error again.
+
+        If user code swallows an error, the next meeting raises it again, since the other ranks will not come to it.
+        """
+        if self.raised is not None:
+            raise self.raised
+        try:
+            with telling_failures(self.channel):
+                yield
+        except BaseException as error:
+            self.raised = error if self.members.world_size > 1 else None
+            raise
 
     # ------------------------------------------------------------ on an active rank
 
