@@ -137,8 +137,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         count = join.driver.members.count
         if not was_even:
             # Batches read ahead show more than the checkpoint knew, but the steps must be those that were planned.
-            length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most, "count": count}
-            how |= {"taken": data_fetcher.taken, "leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
+            length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most}
+            how |= {"leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
             join.rebalance(data_fetcher, length, **how)
         if join.plan is None:
             if count is not None:

@@ -245,9 +245,8 @@ class Evened:
 
     def _plan(self, length: int | None, source: Reader[Any]) -> Reader[Any] | None:
         certain = source.certain_length()
-        options: dict[str, Any] = {"lead": source.lead, "count": self._count, "is_certain": certain is not None}
-        length = length if certain is None else certain
-        plan = self._driver.rebalancing.begin(self._channel, source, length, **options)
+        length, is_certain = length if certain is None else certain, certain is not None
+        plan = self._driver.rebalancing.begin(self._channel, source, length, is_certain=is_certain)
         return None if plan is None else PlannedReader(plan, source)
 
     def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:

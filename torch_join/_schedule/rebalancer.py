@@ -12,7 +12,15 @@ from torch_join._schedule.plan import Plan, Row, Share
 
 
 class Source(Protocol):
-    """This rank's own batches."""
+    """This rank's own batches.
+
+    Attributes:
+        lead: How many rows are planned besides the current one.
+        taken: How many batches were trained on before.
+    """
+
+    lead: int
+    taken: int
 
     def read(self, ahead: int) -> int:
         """Read until `ahead` batches are waiting, or to the end; return how many are waiting."""
@@ -50,7 +58,6 @@ class Rebalancer:
         exchange: Sends batches to other ranks.
         source: This rank's batches.
         plan: Plans the epoch.
-        lead: How many rows are planned besides the current one.
         count: Returns the count of a batch, if batches are counted; called on the rank that trains on it.
         step: The number of the first step.
         meets: Whether all ranks meet before each row.
@@ -70,18 +77,16 @@ class Rebalancer:
         exchange: Exchange,
         source: Source,
         plan: Plan,
-        lead: int = 1,
-        count: Callable[[Any], float] | None = None,
-        step: int = 0,
-        meets: bool = True,
-        meet: Meet | None = None,
+        count: Callable[[Any], float] | None,
+        step: int,
+        meets: bool,
+        meet: Meet | None,
     ) -> None:
         self._channel = channel
         self._meet: Meet = meet or (lambda count, notice: channel.barrier(count, notice or None))
         self._exchange = exchange
         self._source = source
         self._plan = plan
-        self._lead = lead
         self._count = count
         self._steps: deque[_Step] = deque()
         self._last_ranks: tuple[int, ...] = ()
@@ -95,7 +100,7 @@ class Rebalancer:
 
     def begin(self) -> None:
         """Plan the first rows."""
-        for _ in range(1 + self._lead):
+        for _ in range(1 + self._source.lead):
             self._settle(0)
             self._plan_row()
         if self._count is not None and self.meets:

@@ -1,8 +1,5 @@
 """Rebalancing across epochs."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch_join._base.errors import JoinError, JoinPerformanceWarning, JoinTypeError
 from torch_join._base.membership import Membership
 from torch_join._control.channel import Channel
@@ -49,14 +46,10 @@ class Rebalancing:
         length: int | None,
         meet: Meet | None = None,
         *,
-        lead: int = 1,
-        count: Callable[[Any], float] | None = None,
         step: int = 0,
-        taken: int = 0,
         max_sent_per_step: int | None = None,
         is_certain: bool = True,
         leaves: bool = False,
-        meets: bool = True,
         always: bool = False,
     ) -> Rebalancer | None:
         """Start an epoch; all ranks meet.
@@ -65,15 +58,11 @@ class Rebalancing:
             channel: The ranks' channel.
             source: This rank's batches.
             length: The number of its batches from here on, if known.
-            meet: See `Rebalancer`.
-            lead: See `Rebalancer`.
-            count: See `Rebalancer`.
+            meet: Holds a meeting of the ranks if some length is not certain; by default, all ranks meet in each step.
             step: The number of the first step.
-            taken: How many of this rank's batches were trained on in the steps before.
             max_sent_per_step: How many batches this rank may send in a step; by default, the first one's size decides.
             is_certain: Whether `length` is certain.
             leaves: Whether this rank has already left the epoch, and neither trains nor sends batches.
-            meets: Whether all ranks meet before each step even if all lengths are certain.
             always: Whether to plan even if all ranks are certain to have the same number of batches.
 
         Returns:
@@ -86,7 +75,8 @@ class Rebalancing:
         self.current = None
         max_sent_per_step = max_sent_per_step_of(source) if max_sent_per_step is None else max_sent_per_step
         problem = find_problem()
-        mine = length, is_certain, max_sent_per_step, taken, leaves, problem, connections_of(self._members.group)
+        own = source.taken, leaves, problem, connections_of(self._members.group)
+        mine = length, is_certain, max_sent_per_step, *own
         everyone = channel.gather(mine, of=_Begin)
         lengths = [length for length, *_ in everyone]
         is_known = all(certain for _, certain, *_ in everyone) and None not in lengths
@@ -104,7 +94,8 @@ class Rebalancing:
                 self._exchange.tidy()
         plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
         plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
-        self.current = Rebalancer(channel, self._exchange, source, plan, lead, count, step, meets or not is_known, meet)
+        meets, count = meet is None or not is_known, self._members.count
+        self.current = Rebalancer(channel, self._exchange, source, plan, count, step, meets, meet)
         self.current.begin()
         return self.current
 

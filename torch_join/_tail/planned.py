@@ -84,7 +84,7 @@ class Planned(Schedule):
         length, members, place = source.certain_length(), self._tail_log.members, self._place
         resumed: dict[str, Any] = {}
         if place is not None:
-            resumed = {"step": place["step"], "taken": source.taken, "is_certain": length is not None}
+            resumed = {"step": place["step"], "is_certain": length is not None}
             resumed["max_sent_per_step"] = place["max_sent_per_step"][members.rank]
             resumed["leaves"] = members.rank in place["gone"]
             if not place.get("is_new", False):
@@ -92,8 +92,7 @@ class Planned(Schedule):
                 length = place["left"][members.rank]
             elif length is not None:
                 length -= source.taken
-        options = {"lead": source.lead, "count": members.count, "meets": False, **resumed}
-        plan = self._rebalancing.begin(self._tail_log.channel, source, length, self._meet, **options)
+        plan = self._rebalancing.begin(self._tail_log.channel, source, length, self._meet, **resumed)
         return None if plan is None else PlannedReader(plan, source)
 
     @property
