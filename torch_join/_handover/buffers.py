@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_join._base.errors import JoinDriftWarning
 from torch_join._base.specs import TensorSpec, flaw
 from torch_join._compat import ddp as _compat
 from torch_join._compat import optimizer_state as _compat_state
 from torch_join._compat.metrics import is_metric
 from torch_join._control.channel import Channel
-from torch_join._handover.digest import Digests, checksums
+from torch_join._handover.digest import Digests
 from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import set_own
 from torch_join._handover.state import Capture
@@ -148,19 +147,21 @@ class StepBuffers:
         channel: The channel between all ranks.
         group: Their process group.
         always: See `UnsyncedBuffers`.
+
+    Attributes:
+        buffers: The buffers.
     """
 
     def __init__(
         self, models: Sequence[Unsynced], channel: Channel, group: dist.ProcessGroup | None, always: bool | None
     ) -> None:
         self._unsynced, self._channel, self._group = models, channel, group
-        self._buffers = UnsyncedBuffers(models, always)
+        self.buffers = UnsyncedBuffers(models, always)
         self.begin()
 
     def begin(self) -> None:
         """Start an epoch."""
         self._has_looked = self._goes = False
-        self._before: dict[str, int] = {}
 
     def look(self, has_trained: bool) -> None:
         """Check the buffers before the first step in the tail; all ranks call this.
@@ -168,43 +169,19 @@ class StepBuffers:
         Args:
             has_trained: Whether this rank has run a forward with gradients.
         """
-        if self._has_looked or not self._unsynced:
-            return
-        self._has_looked = True
-        self._decide(has_trained)
-        self._before = self._alike()
+        if self._unsynced and not self._has_looked:
+            self._has_looked = True
+            self._decide(has_trained)
 
     def give(self, active: tuple[int, ...]) -> None:
         """Copy the first active rank's buffers to all ranks after a step in the tail; all ranks call this."""
         if not self._unsynced:
             return
-        if not self._buffers.can_tell and len(active) > 1:
+        if not self.buffers.can_tell and len(active) > 1:
             self._decide(self._channel.rank in active)  # active ranks have trained by now
         if self._goes:
-            hand_over([self._buffers], active[0], self._channel, self._group)
+            hand_over([self.buffers], active[0], self._channel, self._group)
 
     def _decide(self, has_trained: bool) -> None:
-        self._buffers.look([model for model, _ in self._unsynced] if has_trained else [])
-        self._goes = self._buffers.agree(self._channel)
-
-    def end(self) -> None:
-        """Compare the buffers at the end of an epoch; all ranks call this."""
-        if not self._before:
-            return
-        now, asked = self._alike(), dict(self._buffers.doubtful())  # a forward may have replaced buffers since
-        differ = [name for name in self._before if name not in now and (name in asked or not self._buffers.can_tell)]
-        if differ and self._channel.rank == 0:
-            more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-            JoinDriftWarning.warn(
-                f"After an uneven epoch, the ranks differ in {', '.join(differ[:5])}{more}, which were identical"
-                " before. Finished ranks ran no forward, and nothing broadcasts these buffers. Pass"
-                " hand_over_buffers=True to the strategy to make them identical on all ranks, or False to keep each"
-                " rank's own."
-            )
-
-    def _alike(self) -> dict[str, int]:
-        """Return the doubtful buffers that are equal on all ranks; every rank calls this."""
-        named = dict(self._buffers.doubtful())
-        mine = dict(zip(named, checksums([*named.values()]), strict=True))
-        first, *others = self._channel.gather(mine, of=dict[str, int])
-        return {name: digest for name, digest in first.items() if all(its.get(name) == digest for its in others)}
+        self.buffers.look([model for model, _ in self._unsynced] if has_trained else [])
+        self._goes = self.buffers.agree(self._channel)

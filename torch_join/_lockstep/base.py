@@ -84,7 +84,7 @@ class Lockstep:
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
         self._gone_to = -1  # the last step that was read ahead
-        self._states = CatchUp(driver)
+        self._states = CatchUp(driver, self._buffers.buffers)
 
     runs_placeholders = False  # whether joined ranks run the step on placeholders, since it needs all ranks
 
@@ -254,7 +254,6 @@ class Lockstep:
             each.after_all(self._present.ended_last(self.channel.rank))
         if self.plan is not None:
             self.plan.end()
-        self._buffers.end()
 
     def note_end(self) -> None:
         """Log the cost of the epoch, if it was uneven; called after the last of the steps that were read."""

@@ -14,6 +14,7 @@ import torch
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._handover.audit import Audit
+from torch_join._handover.buffers import UnsyncedBuffers
 from torch_join._handover.early_exit import digests_of
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
@@ -27,9 +28,11 @@ class CatchUp:
 
     Args:
         driver: The driver of the steps.
+        buffers: The buffers that no wrapper synchronizes, which are copied after each step.
     """
 
-    def __init__(self, driver: StepDriver) -> None:
+    def __init__(self, driver: StepDriver, buffers: UnsyncedBuffers) -> None:
+        self._buffers = buffers
         self._channel, self._group, self._options = driver.tail_log.channel, driver.members.group, driver.options
         self.begin(())
 
@@ -55,9 +58,9 @@ class CatchUp:
             compare(everyone, self._channel.global_ranks)
             chosen, shards = self._options, [thing for thing in self._objects if is_sharded_model(thing)]
             self._states = stateful(self._objects)
-            self._audit = Audit(
-                self._states, chosen.audit, chosen.hand_over_ignored, Forgotten(self._objects), shards=shards
-            )
+            left_out = Forgotten(self._objects)
+            options = chosen.audit, chosen.hand_over_ignored
+            self._audit = Audit(self._states, *options, left_out, self._buffers, shards)
             joined = [name for rank, name in enumerate(self._channel.global_ranks) if rank not in active]
             self._audit.begin(joined, settled=True)
         self._source, self._active = active[0], active
