@@ -144,6 +144,7 @@ class Lockstep:
         self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
         self.plan = None
         self._stepped, self._gone_to = optimizers, -1
+        self._active_before: Sequence[int] = range(self.channel.world_size)  # at the step before
         self.remarks = Remarks(self.driver.members, self.driver.options, self.driver.framework, first_step)
         self._states.begin([self._whole, *optimizers, *others])
         mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
@@ -190,6 +191,7 @@ class Lockstep:
             Whether they have waited. At the edge of a tail and inside it they do, even if `waits` is false. If all have
                 a batch in this step and in the next one, the messages are received when they are needed.
         """
+        self._active_before = self.active_ranks
         if end is not None:
             notice = {"end": end, **(notice or {})}
         return self._ranks.arrive(count, notice, waits or not self._forwards_alone)
@@ -251,7 +253,7 @@ class Lockstep:
     def finish(self) -> None:
         """End the epoch: run the joinables' post-hooks."""
         for each in self._customs:
-            each.after_all(self._present.ended_last(self.channel.rank))
+            each.after_all(self.channel.rank in (self.active_ranks or self._active_before))
         if self.plan is not None:
             self.plan.end()
 

@@ -65,11 +65,6 @@ class ExchangedActiveRanks:
         """The owner and index of the batch that this rank trains on at the current step."""
         return Share(self._channel.rank, self.step) if self._channel.rank in self.active_ranks else None
 
-    def ended_last(self, rank: int) -> bool:
-        """Whether no other rank has, or may still have, more batches than `rank`."""
-        ends = [float("inf") if end is None else end for end in self._ends]
-        return ends[rank] == max(ends)
-
     def check_termination(self) -> None:
         """Raise on every rank, if `throws`, when some rank has a batch at the current step and another has none.
 
@@ -146,10 +141,6 @@ class ReadStep:
     counted: float = 0
     total: float = 0
     taken: int = 0
-
-    def ended_last(self, rank: int) -> bool:
-        """Whether no other rank has more batches than `rank`, if this is the last step."""
-        return rank in self.active_ranks
 
 
 def early_termination(rank: int, joined: bool) -> EarlyTerminationError:

@@ -27,13 +27,13 @@ _OTHERS = (nn.Module, type, Tensor, FunctionType, ModuleType)  # these do not de
 
 
 def drawing(loader: Any) -> dict[str, Any]:
-    """Return the states of all sources of an order; numpy's state keeps numpy's own form."""
+    """Return the states of all sources of an order, in types that a checkpoint may hold."""
     return {**_global(), **own_drawing(loader), "reuses": reuses_workers(loader)}
 
 
 def _global() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_numpy = None if numpy is None else _saved(numpy.random.get_state())
     return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
 
 
@@ -71,7 +71,7 @@ def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
 
 def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
     """Return the names of generators from which an order may still be drawn: their states equal those in `begun`."""
-    own = saved_drawing(own_drawing(loader))["own"]
+    own = own_drawing(loader)["own"]
     return {
         name
         for name in own.keys() & begun["own"].keys()
@@ -168,17 +168,13 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
     return stays and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
-def saved_drawing(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return the states in types that a checkpoint may hold: arrays become tensors of 64-bit integers."""
-
-    def save(state: Any) -> Any:
-        if isinstance(state, dict):
-            return {name: save(part) for name, part in state.items()}
-        if type(state) is tuple and len(state) < _MOST:
-            return tuple(map(save, state))
-        return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
-
-    return {name: save(state) for name, state in begun.items()}
+def _saved(state: Any) -> Any:
+    """Return a state in types that a checkpoint may hold: arrays become tensors of 64-bit integers."""
+    if isinstance(state, dict):
+        return {name: _saved(part) for name, part in state.items()}
+    if type(state) is tuple and len(state) < _MOST:
+        return tuple(map(_saved, state))
+    return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
 
 
 def _as_given(state: Any) -> Any:
@@ -243,8 +239,8 @@ def _state_of(thing: Any) -> Any:
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if isinstance(thing, numpy.random.RandomState):
-        return thing.get_state()
-    return thing.bit_generator.state if isinstance(thing, numpy.random.Generator) else None
+        return _saved(thing.get_state())
+    return _saved(thing.bit_generator.state) if isinstance(thing, numpy.random.Generator) else None
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -9,7 +9,7 @@ numpy's or Python's generator, or from a generator that is an attribute of the l
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import cached_property
@@ -30,7 +30,6 @@ from torch_join._schedule.drawing import (
     loses_order,
     own_drawing,
     parts_of,
-    saved_drawing,
     set_drawing,
     set_global,
     set_own,
@@ -174,10 +173,10 @@ class Position:
             "dealt_to": None if dealer is None else [dealer.rank, dealer.world],
             "deals": self._deals,
             "start": self._start,
-            "seeds": None if self._seeds is None else saved_drawing(self._seeds),
+            "seeds": self._seeds,
             "loader": describe(self._loader, self._size, ended),
-            "begun": saved_drawing(self._begun),
-            "now": saved_drawing(now),
+            "begun": self._begun,
+            "now": now,
             "epochs": epochs_of(self._parts),
             "state": state,
             "again": again,  # how many batches to read and drop after the state is loaded
@@ -225,7 +224,7 @@ class Position:
             self._states.append((self.first - place["again"], state, place["now"]))
             # A sampler without a state draws the order again, some samplers only at the first read.
             waits = drawn_later(loader, place["begun"])
-            drawn = saved_drawing(drawing(loader))
+            drawn = drawing(loader)
         now = {name: state for name, state in place["now"]["own"].items() if name not in waits}
         set_own(loader, {**place["now"], "own": now})  # torchdata's loader draws no base seed here
         return read_past(self._after_state(iterator, drawn), place["again"] * self._size)
@@ -283,7 +282,7 @@ def place_of_state(loader: Any, state: Any, taken: int, epochs: Sequence[Any] | 
         "ended": False,
         "over": False,
         "loader": describe(loader, 1),
-        "begun": saved_drawing(drawing(loader)),
+        "begun": drawing(loader),
         "now": {"own": {}, "told": {}},
         "epochs": epochs_of(loaders_in(loader)) if epochs is None else epochs,
         "state": state,
@@ -333,11 +332,6 @@ def dealt_among(
 def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:
     """Return the states that are equal on all ranks: all but those of the dataset, which differ between ranks."""
     return {**drawn, "own": {part: state for part, state in drawn["own"].items() if draws_order(part)}}
-
-
-def end_resumed(loader: Iterable[Any], place: LoaderPlace) -> None:
-    """Prepare a loader for the first loop after a resumed one."""
-    begin_anew(loaders_in(loader), place["epochs"])
 
 
 class Order:
@@ -390,7 +384,7 @@ class Order:
     def place(self, ended: bool) -> LoaderPlace:
         """Return the states that draw the order, in plain types and tensors; if `ended`, those for the next loop."""
         if ended:
-            return {"ended": True, "begun": saved_drawing(drawing(self._loader))}
+            return {"ended": True, "begun": drawing(self._loader)}
         try:
             check_order(self._loader, has_place(self._loader), parts_of(self._loader))
             if loses_order(self._loader):
@@ -399,6 +393,6 @@ class Order:
                     " loader, and torchdata would resume in another order. Pass torchdata's StatefulDataLoader("
                     "shuffle=True), a sampler with its own generator, or (Accelerate) use_seedable_sampler=True."
                 )
-            return {"ended": False, "loader": describe(self._loader, 1), "begun": saved_drawing(self._begun)}
+            return {"ended": False, "loader": describe(self._loader, 1), "begun": self._begun}
         except UnsupportedError as error:  # no reason to fail here: frameworks save more, and can resume without places
             return {"ended": False, "refused": str(error)}

@@ -89,7 +89,6 @@ class Rebalancer:
         self._plan = plan
         self._count = count
         self._steps: deque[_Step] = deque()
-        self._last_ranks: tuple[int, ...] = ()
         self.step = step
         self.meets = meets
         self.donated = self.received = self.lost = 0
@@ -152,7 +151,6 @@ class Rebalancer:
         comes = share is not None and not is_own
         mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
         self._steps.append(_Step(row, unknown, len(receivers), mine, comes))
-        self._last_ranks = self.active_ranks or self._last_ranks
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Continue without ranks that leave the epoch at the current step; no rank trains on batches sent to them."""
@@ -273,6 +271,3 @@ class Rebalancer:
     @property
     def is_last_step(self) -> bool:
         return bool(self.active_ranks) and not any(self._steps[1].row)
-
-    def ended_last(self, rank: int) -> bool:
-        return rank in self._last_ranks

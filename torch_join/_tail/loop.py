@@ -9,7 +9,6 @@ from torch import Tensor
 from torch_join._base.devices import use_device
 from torch_join._base.errors import JoinError, JoinValueError, name_ranks
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
-from torch_join._base.membership import Membership
 from torch_join._base.synced_steps import Synced
 from torch_join._control.channel import Channel
 from torch_join._handover.early_exit import EarlyExit
@@ -182,14 +181,12 @@ class LoopDriver(Attendance):
             return planned
         return Share(self.members.rank, self.step_number)
 
-    def find_members(self) -> Membership:
-        """Hold the deferred meeting, if any; return which ranks take part in the current step."""
-        self.meet()
-        return self.members
-
     def find_active(self) -> tuple[int, ...]:
         """Hold the deferred meeting, if any; return the ranks that have a batch at the current step."""
-        return self.find_members().active if self.placeholders is None else self.placeholders.find_active()
+        if self.placeholders is not None:
+            return self.placeholders.find_active()
+        self.meet()
+        return self.members.active
 
     @property
     def counts(self) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch_join._base.errors import JoinValueError
-from torch_join._schedule.positions import NOT_DEALT, LoaderPlace, dealt_among, end_resumed
+from torch_join._schedule.positions import NOT_DEALT, LoaderPlace, dealt_among
+from torch_join._schedule.stateful import begin_anew, loaders_in
 from torch_join._tail.reader import Reader
 
 R = TypeVar("R")
@@ -122,7 +123,7 @@ class Resuming:
         resumed = self._resumed
         after = resumed is not None and resumed[0] is loader
         if resumed is not None and after:
-            end_resumed(*resumed)
+            begin_anew(loaders_in(loader), resumed[1]["epochs"])
             self._resumed = None
         self.plan = None if place is None or place["over"] else place["plan"]
         if place is None:
