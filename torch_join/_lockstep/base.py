@@ -22,11 +22,11 @@ from torch_join._participants.make_participants import custom_participant
 from torch_join._participants.participant import Driver, Participant
 from torch_join._schedule.active_ranks import ExchangedActiveRanks, ReadStep
 from torch_join._schedule.plan import Share
-from torch_join._schedule.rebalancer import Rebalancer, Source
+from torch_join._schedule.rebalancing import Rebalancer, Source
 from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import following_zero
-from torch_join._tail.planned import refuse_model_parallel
 from torch_join._tail.remarks import Remarks
+from torch_join._tail.schedules import refuse_model_parallel
 
 
 class Lockstep:

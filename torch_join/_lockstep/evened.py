@@ -29,9 +29,9 @@ from torch_join._base.weighting import Count
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._schedule.active_ranks import ReadStep, early_termination
 from torch_join._schedule.plan import steps_of
-from torch_join._schedule.rebalancer import Rebalancer
-from torch_join._tail.planned import PlannedReader
+from torch_join._schedule.rebalancing import Rebalancer
 from torch_join._tail.reader import Reader
+from torch_join._tail.schedules import PlannedReader
 
 _END = object()
 _Steps = Generator[tuple[Any, ReadStep], None, None]

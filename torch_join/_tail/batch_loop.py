@@ -19,10 +19,9 @@ from torch_join._monitor.records import Stopwatch
 from torch_join._schedule.placeholders import Placeholder
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.placeholder_loop import PlaceholderLoop
-from torch_join._tail.planned import Planned
 from torch_join._tail.reader import Reader
 from torch_join._tail.resuming import OVER, check_resumed
-from torch_join._tail.schedules import Certain, EachBatch, EachUse, Schedule
+from torch_join._tail.schedules import Certain, EachBatch, EachUse, Planned, Schedule
 
 # Exchanged when a loop starts.
 _BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, Synced]

@@ -18,7 +18,7 @@ from torch_join._base.membership import Membership
 from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
 from torch_join._schedule.positions import EVERY, LoaderPlace, Position
-from torch_join._schedule.rebalancer import Source
+from torch_join._schedule.rebalancing import Source
 from torch_join._schedule.stateful import sampler_of
 from torch_join._tail.refills import RefillGuard
 

@@ -1,13 +1,16 @@
 """A tail, from the first rank that joins to the last one, whose state all ranks get; and the checks at both ends."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from torch_join._base.devices import on_device
-from torch_join._base.errors import JoinValueError, UnsupportedError, check_all_go_on
+from torch_join._base.errors import JoinDriftWarning, JoinValueError, UnsupportedError, check_all_go_on
 from torch_join._base.hyperparameters import Steps, Words
 from torch_join._base.weighting import name_of
 from torch_join._compat.optimizer_state import is_sharded
@@ -18,12 +21,63 @@ from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
 from torch_join._participants.clears import innermost_optimizer
 from torch_join._participants.ddp_model import ModelParticipant
+from torch_join._participants.hook import Hook
 from torch_join._participants.kinds import is_sharded_model, stateful, unsynced_models
 from torch_join._participants.options import Options
 from torch_join._participants.unregistered import missing_model
 from torch_join._tail.records import END
-from torch_join._tail.stale_reads import StaleReads
 from torch_join._tail.tail_log import TailLog
+
+
+class StaleReads:
+    """Watches the `state_dict` calls of the models and optimizers passed to `Join`.
+
+    It warns if a state was read after a rank's last batch, but before it received the other ranks' later changes. A
+    rank that leaves a loop by `break`, or that keeps the loop's iterator, does not wait for the other ranks. A
+    checkpoint that it writes there has the state of this rank's last step. The warning comes when all ranks have met,
+    since only then does this rank know whether others continued.
+
+    Args:
+        objects: Everything passed to `Join`.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = objects
+        self._read: str | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Start to watch; does nothing if already started."""
+        if self._undo:
+            return
+        inner = [thing.module for thing in self._objects if isinstance(getattr(thing, "module", None), nn.Module)]
+        for thing in [*self._objects, *inner]:
+            if isinstance(thing, (nn.Module, Optimizer)):
+                with suppress(AttributeError):  # a wrapper may not have run the `__init__` of its base
+                    self._undo.append(thing.register_state_dict_pre_hook(Hook(self._note)).remove)
+
+    def _note(self, thing: Any, *_: Any) -> None:
+        self._read = self._read or type(thing).__name__
+
+    def stop(self) -> None:
+        """Stop watching, but remember all reads so far."""
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """Stop watching, and forget all reads."""
+        self.stop()
+        self._read = None
+
+    def warn(self, rank: int) -> None:
+        """Warn about any read, and forget it; called if other ranks have continued without this one."""
+        if self._read is not None:
+            JoinDriftWarning.warn(
+                f"Rank {rank} read the state of {self._read} after its last batch from join.batches but before the"
+                " other ranks had finished, so a checkpoint of that state would be outdated. Read the state after a"
+                " `for` over join.batches, or after the `with`. (Ignore this if you want that step's state.)"
+            )
+        self.forget()
 
 
 class Tail:
