@@ -13,9 +13,9 @@ The framework plans by the loader's length, and may read several steps ahead. Wh
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,7 @@ class Evened:
         self._ahead.clear()
         self.loader, self._count = loader, self._driver.members.count if loader.trains else None
         loader.is_last_step = False
-        lengths, last, steps = _Lengths(loader), _END, self._steps(loader)
+        last, steps = _END, _checked(loader, self._steps(loader))
         with ExitStack() as stack:
             stack.callback(steps.close)
             for number, (batch, step) in enumerate(steps):
@@ -179,11 +179,9 @@ class Evened:
                     last = _END
                 given = loader.stand_in if batch is _END else batch
                 self._ahead.append((given, step))
-                lengths.note(step)
                 yield given
         if last is not _END:
             loader.keep(last)
-        lengths.end()
         self._finish_loop()
 
     def _steps(self, loader: EvenedLoader) -> _Steps:
@@ -266,44 +264,33 @@ class Evened:
         return everyone
 
 
-class _Lengths:
-    """Warns if the loaders' lengths, by which a framework plans an epoch, prove wrong.
+def _checked(loader: EvenedLoader, steps: _Steps) -> _Steps:
+    """Yield the steps, and warn if the loaders' lengths, by which a framework plans an epoch, prove wrong.
 
-    Args:
-        loader: The loader. The rest of one, in a resumed epoch, is not compared.
+    The rest of a loader, in a resumed epoch, is not compared.
     """
-
-    def __init__(self, loader: EvenedLoader) -> None:
-        known = [*loader.lengths] if loader.trains else []
-        self._lengths = [] if None in known else [length or 0 for length in known]
-        self._planned = len(loader) if self._lengths else 0
-        self._framework, self._rebalances = loader.framework, loader.rebalances
-        self._yielded = [0] * len(self._lengths)
-        self._steps = 0
-
-    def note(self, step: ReadStep) -> None:
-        """Record a step that was read."""
-        self._steps += 1
-        for rank in step.active_ranks if self._lengths else ():
-            self._yielded[rank] += 1
-        if self._steps == self._planned and not step.is_last_step:
-            JoinDataWarning.warn(
-                f"The train dataloaders have batches left after {self._planned} steps, the number that their lengths"
-                f" imply (by rank: {self._lengths}). Like in a single process, {self._framework} drops the rest."
-                " Return a length that is not too small, or none, and set the number of steps."
-            )
-
-    def end(self) -> None:
-        """Compare the ranks' numbers of batches with their lengths, at the end of all batches."""
-        if self._rebalances and self._steps == self._planned:
-            return  # a rank trains on others' batches
-        for rank, (length, yielded) in enumerate(zip(self._lengths, self._yielded, strict=True)):
-            if yielded < length:
+    known = [*loader.lengths] if loader.trains else []
+    lengths = [] if None in known else [length or 0 for length in known]
+    planned, yielded, number = len(loader) if lengths else 0, Counter[int](), 0
+    with closing(steps):
+        for number, (batch, step) in enumerate(steps, 1):
+            yielded.update(step.active_ranks)
+            if number == planned and not step.is_last_step:
                 JoinDataWarning.warn(
-                    f"The train dataloader of rank {rank} reported {length} batches but yielded only {yielded}, and"
-                    f" then the rank finished. {self._framework} bases the learning rate schedule and the number of"
-                    " steps on that length. Return the true length, or none."
+                    f"The train dataloaders have batches left after {planned} steps, the number that their lengths"
+                    f" imply (by rank: {lengths}). Like in a single process, {loader.framework} drops the rest. Return"
+                    " a length that is not too small, or none, and set the number of steps."
                 )
+            yield batch, step
+    if loader.rebalances and number == planned:
+        return  # a rank trains on others' batches
+    for rank, length in enumerate(lengths):
+        if yielded[rank] < length:
+            JoinDataWarning.warn(
+                f"The train dataloader of rank {rank} reported {length} batches but yielded only {yielded[rank]}, and"
+                f" then the rank finished. {loader.framework} bases the learning rate schedule and the number of steps"
+                " on that length. Return the true length, or none."
+            )
 
 
 def length_of(sized: Any) -> int | None:

@@ -49,10 +49,8 @@ class PlaceholderLockstep(Lockstep):
 
     def _begin_losses(self) -> WeighedLosses:
         if self._losses is None:
-            members = self.driver.members
-            self._losses = WeighedLosses(
-                self.weighting, members.rank, members.world_size, [self._module], [], self._number
-            )
+            world_size = self.channel.world_size
+            self._losses = WeighedLosses(self.weighting, world_size, [self._module], [], self._number)
             self._losses.step = self._said
         return self._losses
 

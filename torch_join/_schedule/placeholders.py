@@ -96,7 +96,6 @@ class WeighedLosses:
 
     Args:
         weighting: How the gradients of the active ranks are combined.
-        rank: This rank.
         world_size: The number of ranks.
         models: The models whose running statistics exclude placeholders.
         optimizers: The optimizers that step with the gradients.
@@ -116,13 +115,12 @@ class WeighedLosses:
     def __init__(
         self,
         weighting: Weighting,
-        rank: int,
         world_size: int,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         number: int,
     ) -> None:
-        self._weighting, self._rank, self._world_size = weighting, rank, world_size
+        self._weighting, self._world_size = weighting, world_size
         self._given_models, self._given_optimizers = models, optimizers
         self.step: Callable[[], ReadStep | None] = lambda: None
         self.number, self.joined, self.scale = number, False, 1.0

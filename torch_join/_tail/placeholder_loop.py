@@ -71,8 +71,8 @@ class PlaceholderLoop(Reader[Any]):
         self._count = counter(options.weighting, self._members.name, count_samples)
         models = [thing for thing in given if isinstance(thing, nn.Module)]
         optimizers = [inner for thing in given if (inner := innermost_optimizer(thing)) is not None]
-        rank, world_size = self._members.rank, self._members.world_size
-        self.losses = WeighedLosses(options.weighting, rank, world_size, models, optimizers, first)
+        world_size = self._members.world_size
+        self.losses = WeighedLosses(options.weighting, world_size, models, optimizers, first)
         self.step = ReadStep(tuple(range(world_size)), False)
         self._next = first  # the next step to take
         self._has_begun = self._has_arrived = False  # whether that step has begun; whether its exchange is pending
