@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import Enum
 from typing import Any, cast
 
@@ -192,33 +192,29 @@ class BatchLoop:
         driver, placeholders = loop.driver, loop.placeholders
         has_models, stopwatch = bool(driver.tail_log.models()), loop.stopwatch
         try:
-            if placeholders is not None:
-                placeholders.enter()
-            while True:
-                with driver.tail_log.telling():
-                    if not loop._begin_step():
-                        break
-                    loop.stepped = not has_models
-                    batch = loop.reader.take()
-                    driver.tail_log.in_window = type(batch) is Window
-                if placeholders is not None and placeholders.losses.joined:
-                    stopwatch = None  # measured up to this rank's last batch
-                if stopwatch is not None:
-                    stopwatch.take()
-                yield batch
-                if stopwatch is not None:
-                    stopwatch.ask()
-                loop.reads_ahead = loop.reads_ahead or not loop.forwarded
-                if not loop.is_current:
-                    if loop.reader.has_next():
-                        raise _nesting.left_behind()
-                    return
-                driver.step_number += 1
-            if placeholders is not None:
-                loop.end_placeholders()
+            with nullcontext() if placeholders is None else placeholders.entered():
+                while True:
+                    with driver.tail_log.telling():
+                        if not loop._begin_step():
+                            break
+                        loop.stepped = not has_models
+                        batch = loop.reader.take()
+                        driver.tail_log.in_window = type(batch) is Window
+                    if placeholders is not None and placeholders.losses.joined:
+                        stopwatch = None  # measured up to this rank's last batch
+                    if stopwatch is not None:
+                        stopwatch.take()
+                    yield batch
+                    if stopwatch is not None:
+                        stopwatch.ask()
+                    loop.reads_ahead = loop.reads_ahead or not loop.forwarded
+                    if not loop.is_current:
+                        if loop.reader.has_next():
+                            raise _nesting.left_behind()
+                        return
+                    driver.step_number += 1
+            loop.end_placeholders()
         except GeneratorExit:
-            if placeholders is not None:
-                placeholders.exit()
             on_purpose = is_left_on_purpose()
             if loop.is_current and on_purpose and loop._is_at_end:
                 loop._go_through_end()
@@ -228,8 +224,6 @@ class BatchLoop:
                 loop.stopwatch = None
             raise
         finally:
-            if placeholders is not None:
-                placeholders.exit()
             if loop.is_current:
                 driver.finish_loop()
         loop.measure()

@@ -176,10 +176,9 @@ class LoopDriver(Attendance):
     @property
     def share(self) -> Share | None:
         """The owner and index of this rank's batch in the current step of a loop over `batches`."""
-        planned = None if self.loop is None else self.loop.schedule.share
-        if planned is not None or not self.in_loop or self.members.joined:
-            return planned
-        return Share(self.members.rank, self.step_number)
+        if self.rebalancing.current is not None:
+            return self.rebalancing.current.share
+        return Share(self.members.rank, self.step_number) if self.in_loop and not self.members.joined else None
 
     def find_active(self) -> tuple[int, ...]:
         """Hold the deferred meeting, if any; return the ranks that have a batch at the current step."""

@@ -86,13 +86,10 @@ class PlaceholderLoop(Reader[Any]):
             return Together(step, self)
         return Certain(step, self, [max(self.lengths)] * self._members.world_size, False, self._first)
 
-    def enter(self) -> None:
-        """Start to weigh losses."""
+    def entered(self) -> ExitStack:
+        """Wrap the steps, whose losses are weighed; `close` ends this too."""
         self._around.enter_context(self.losses.entered())
-
-    def exit(self) -> None:
-        """Stop weighing losses; calling this again does nothing."""
-        self._around.close()
+        return self._around
 
     def finish(self) -> int:
         """End the loop; all ranks call this. Return how many batches this rank had."""
@@ -102,7 +99,7 @@ class PlaceholderLoop(Reader[Any]):
 
     def close(self) -> None:
         """Undo all changes and break reference cycles: an error's traceback may keep the loop's iterator."""
-        self.exit()
+        self._around.close()
         self.losses.behind.close()
         self.losses.step = self._channel.before_meeting = lambda: None
 

@@ -175,12 +175,30 @@ class Reader(Source, Generic[T]):
         return count(self._ahead[0])
 
 
-class Windows(Generic[T]):
-    """A loader of windows: see `windows`. Other attributes, such as the sampler, come from the inner loader.
+class windows(Generic[T]):  # noqa: N801  it is used like a function
+    """Group batches into windows, each of which is one step: a list of batches whose gradients are accumulated.
 
-    Attributes:
-        loader: The inner loader.
-        size: The number of batches in a window; the last one may have fewer.
+    ```python
+    for window in join.batches(windows(loader, 4)):
+        n_window = sum(map(tokens, window))
+        for batch in window:
+            with nullcontext() if batch is window[-1] else model.no_sync():
+                (loss_of(model, batch) * tokens(batch) / n_window).backward()
+        optimizer.step()
+    ```
+
+    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the batch sizes.
+    Scale each batch's mean loss by its share of this rank's window, as above; the gradient is then the mean of all
+    windows.
+
+    It is a loader of lists, with a length if `loader` has one. It forwards other attributes to `loader`.
+
+    Args:
+        loader: The loader of the batches.
+        size: The number of batches in a window; the last window may have fewer.
+
+    Raises:
+        JoinValueError: `size` is less than 1; or, in the loop, the loader reuses the memory of one batch for the next.
     """
 
     def __init__(self, loader: Iterable[T], size: int) -> None:
@@ -211,35 +229,6 @@ class Windows(Generic[T]):
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-def windows(loader: Iterable[T], size: int) -> Windows[T]:
-    """Group batches into windows, each of which is one step: a list of batches whose gradients are accumulated.
-
-    ```python
-    for window in join.batches(windows(loader, 4)):
-        n_window = sum(map(tokens, window))
-        for batch in window:
-            with nullcontext() if batch is window[-1] else model.no_sync():
-                (loss_of(model, batch) * tokens(batch) / n_window).backward()
-        optimizer.step()
-    ```
-
-    Weightings that count apply to the whole window: a function gets the list, and `"samples"` sums the batch sizes.
-    Scale each batch's mean loss by its share of this rank's window, as above; the gradient is then the mean of all
-    windows.
-
-    Args:
-        loader: The loader of the batches.
-        size: The number of batches in a window; the last window may have fewer.
-
-    Returns:
-        A loader of lists, with a length if `loader` has one. It forwards other attributes to `loader`.
-
-    Raises:
-        JoinValueError: `size` is less than 1; or, in the loop, the loader reuses the memory of one batch for the next.
-    """
-    return Windows(loader, size)
 
 
 class Batches(Generic[T]):
@@ -333,7 +322,7 @@ def _methods_beyond(kind: type) -> set[str]:
 
 def is_length_certain(loader: object) -> bool:
     """Whether a loader always has exactly `len(loader)` batches."""
-    if type(loader) is Windows:
+    if type(loader) is windows:
         return is_length_certain(loader.loader)
     # `isinstance` alone is not enough: Accelerate's loaders only claim to be a `DataLoader`.
     if issubclass(type(loader), DataLoader) and isinstance(loader, DataLoader) and not _methods_beyond(type(loader)):

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch_join._base.errors import JoinValueError, UnsupportedError, name_ranks, raise_any
 from torch_join._control.reports import BarrierResult
-from torch_join._schedule.plan import Share
 from torch_join._schedule.rebalancing import Rebalancer, Rebalancing
 from torch_join._tail.reader import Reader
 from torch_join._tail.step import Step
@@ -31,11 +30,6 @@ class Schedule:
 
     def __init__(self, step: Step, reader: Reader[Any]) -> None:
         self._current, self._reader, self._tail_log = step, reader, step.tail_log
-
-    @property
-    def share(self) -> Share | None:
-        """The owner and index of this rank's batch in the current step, if it may be another rank's."""
-        return None
 
     def begin(self, step: int) -> bool:
         """Start a step.
@@ -223,22 +217,13 @@ class Planned(Schedule):
         return None if plan is None else PlannedReader(plan, source)
 
     @property
-    def _plan(self) -> Rebalancer:
-        assert self._rebalancing.current is not None
-        return self._rebalancing.current
-
-    @property
-    def share(self) -> Share | None:
-        plan = self._rebalancing.current  # `None` after the `with`
-        return None if plan is None else plan.share
-
-    @property
     def presumes_all(self) -> bool:  # type: ignore[override]
-        plan = self._rebalancing.current
+        plan = self._rebalancing.current  # `None` after the `with`
         return plan is not None and not (plan.meets or self._tail_log.members.uneven)
 
     def begin(self, step: int) -> bool:
-        plan, members = self._plan, self._tail_log.members
+        plan, members = self._rebalancing.current, self._tail_log.members
+        assert plan is not None
         self._current.meet()
         if members.meets_late:
             self._tail_log.remember_gradients()
