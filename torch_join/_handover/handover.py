@@ -27,24 +27,13 @@ from torch_join._handover.early_exit import Word, check
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture, Restore
 
+_Problem = tuple[bool, str]  # an error that is sent to other ranks: whether it is a `JoinTypeError`, and its text
+
 
 class _Schema(NamedTuple):
     captured: list[Captured]
     specs: list[TensorSpec]
     contents: bytes | None  # of the tensors, if these are few and small
-
-
-@closed("problem")
-class _Problem(NamedTuple):
-    """An error, in the form in which it is sent to other ranks."""
-
-    is_of_type: bool
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> "_Problem":
-        text = str(error) if isinstance(error, JoinError) else f"{type(error).__name__}: {error}"
-        return cls(isinstance(error, JoinTypeError), text)
 
 
 @closed("handover")
@@ -133,7 +122,12 @@ def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Captur
         packed = _objects.pack(_Schema(captured, capture.specs, contents), "The state")
         return _Word(source, given, nbytes=len(packed)), packed
     except Exception as error:
-        return _Word(source, [], _Problem.of(error)), None
+        return _Word(source, [], _problem(error)), None
+
+
+def _problem(error: Exception) -> _Problem:
+    text = str(error) if isinstance(error, JoinError) else f"{type(error).__name__}: {error}"
+    return isinstance(error, JoinTypeError), text
 
 
 def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> _Problem | None:
@@ -141,7 +135,7 @@ def _prepare(objects: Sequence[Any], schema: _Schema, restore: Restore) -> _Prob
         for captured, (name, value) in zip(schema.captured, named(objects), strict=True):
             kind_of(value).restore(captured, value, restore, name)
     except Exception as error:
-        return _Problem.of(error)
+        return _problem(error)
     return None
 
 
@@ -149,8 +143,9 @@ def _raise_any(problems: Sequence[_Problem | None]) -> None:
     found = [problem for problem in problems if problem is not None]
     if not found:
         return
-    said = _by_rank([None if problem is None else problem.text for problem in problems])
-    raise (JoinTypeError if found[0].is_of_type else JoinValueError)(
+    said = _by_rank([None if problem is None else problem[1] for problem in problems])
+    is_of_type, _ = found[0]
+    raise (JoinTypeError if is_of_type else JoinValueError)(
         " ".join(f"{ranks}: {text}" for text, ranks in said.items())
     )
 

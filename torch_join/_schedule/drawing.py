@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._schedule.stateful import SideBySide, has_place, is_stateful, sampler_of
@@ -169,12 +170,8 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
 
 
 def _saved(state: Any) -> Any:
-    """Return a state in types that a checkpoint may hold: arrays become tensors of 64-bit integers."""
-    if isinstance(state, dict):
-        return {name: _saved(part) for name, part in state.items()}
-    if type(state) is tuple and len(state) < _MOST:
-        return tuple(map(_saved, state))
-    return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") else state
+    """Return a numpy generator's state as a checkpoint may hold it: arrays become tensors of 64-bit integers."""
+    return tree_map(lambda part: torch.from_numpy(part.astype("int64")) if hasattr(part, "astype") else part, state)
 
 
 def _as_given(state: Any) -> Any:
