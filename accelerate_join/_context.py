@@ -377,7 +377,7 @@ class AcceleratorContext:
                 reader_of = partial(PreparedReader, partial(loop.iterate, own_iter), self._driver.counts, is_at_end)
                 for batch in self._driver.go_through(own, reader_of):
                     loop.reader = loop.reader or self._driver.reader
-                    if (placeholders := self._driver.placeholders) is not None and placeholders.joined:
+                    if (placeholders := self._driver.placeholders) is not None and placeholders.losses.joined:
                         # Look like an active rank: here Accelerate's own loop has ended, and has counted the epoch.
                         with _compat.active_loader(loader), setting(loader, iteration=iteration):
                             yield batch

@@ -225,7 +225,7 @@ class Operations(ActiveOperations):
                 self._accelerator.scaler.load_state_dict(scaler)
         last, members = self.progress.find_loader() if is_last else None, self.members
         placeholders = self.driver.placeholders
-        goes_on = not (members.serves or (placeholders is not None and placeholders.joined))
+        goes_on = not (members.serves or (placeholders is not None and placeholders.losses.joined))
         leads = goes_on and members.rank == self.active[0]
         with _positions.saved(self._accelerator, when, last, leads, goes_on):
             return self._call("save_state", args, kwargs)

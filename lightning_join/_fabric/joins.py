@@ -387,7 +387,7 @@ class Joins:
     @property
     def in_placeholder(self) -> bool:
         placeholders = None if self._driver is None else self._driver.placeholders
-        return placeholders is not None and placeholders.joined
+        return placeholders is not None and placeholders.losses.joined
 
     @property
     def meets_over(self) -> Channel | None:

@@ -255,7 +255,7 @@ class BatchLoop:
     def status(self) -> tuple[int, list[int]] | None:
         """See `Status`; called from another thread."""
         driver = self.driver  # a local name: another thread may reset the attribute
-        if driver is None or not self.is_current or not self.reader.pulling:
+        if driver is None or not self.is_current or not (self.source or self.reader).pulling:
             return None
         ranks = collective_under_way(self.thread)
         return None if ranks is None else (driver.step_number, ranks)

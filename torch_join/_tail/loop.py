@@ -183,7 +183,7 @@ class LoopDriver(Attendance):
     def find_active(self) -> tuple[int, ...]:
         """Hold the deferred meeting, if any; return the ranks that have a batch at the current step."""
         if self.placeholders is not None:
-            return self.placeholders.find_active()
+            return self.placeholders.hear().active_ranks
         self.meet()
         return self.members.active
 

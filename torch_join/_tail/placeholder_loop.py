@@ -105,10 +105,6 @@ class PlaceholderLoop(Reader[Any]):
 
     # ------------------------------------------------------------ batches
 
-    @property
-    def pulling(self) -> bool:  # type: ignore[override]
-        return self._source.pulling
-
     def has_next(self, ahead: int = 1) -> bool:
         if self.lengths is not None:
             goes_on = self._next + ahead <= max(self.lengths)
@@ -191,15 +187,6 @@ class PlaceholderLoop(Reader[Any]):
 
     # ------------------------------------------------------------ in a step
 
-    def find_active(self) -> tuple[int, ...]:
-        """Wait until this rank knows which ranks have a batch in the current step; return them."""
-        return self.hear().active_ranks
-
-    @property
-    def joined(self) -> bool:
-        """Whether this rank runs a placeholder in the current step."""
-        return self.losses.joined
-
     def weigh(self, value: Tensor) -> Tensor:
         """See `Join.weigh`."""
         if value.requires_grad:
@@ -214,16 +201,16 @@ class PlaceholderLoop(Reader[Any]):
 
         The zeros depend on `tensor`, so that every rank runs the same backward.
         """
-        if len(active := self.find_active()) == self._members.world_size:
+        if len(active := self.hear().active_ranks) == self._members.world_size:
             return tensor
         shapes = self._channel.gather([*tensor.shape], of=list[int])
-        if not self.joined or shapes[self._members.rank] == shapes[active[0]]:
+        if not self.losses.joined or shapes[self._members.rank] == shapes[active[0]]:
             return tensor
         return tensor.new_zeros(shapes[active[0]]) + 0.0 * tensor.sum()
 
     def bring_buffers(self) -> None:
         """Give all ranks the newest buffers, if rank 0 has finished, before it saves; all ranks call this."""
-        if 0 not in (active := self.find_active()):
+        if 0 not in (active := self.hear().active_ranks):
             self.losses.before = active
             self.losses.give_buffers()
 
@@ -235,7 +222,7 @@ class PlaceholderLoop(Reader[Any]):
         Raises:
             JoinError: The lowest active rank does not call this in this step.
         """
-        if 0 in (active := self.find_active()):
+        if 0 in (active := self.hear().active_ranks):
             return values
         step, count = self.losses.number, 0
         if self._logged[0] == step:

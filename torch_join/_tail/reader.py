@@ -53,6 +53,7 @@ class Reader(Source, Generic[T]):
     )
     dealt_samples: int | None = None
     lead = 1
+    pulling = _left = False
     plan: dict[str, Any] | None = None
     has_ended = False
     _reads_ahead = False  # whether this class reads further batches while the last one is in use
@@ -62,7 +63,6 @@ class Reader(Source, Generic[T]):
         sampler = sampler_of(loader)
         if isinstance(sampler, DistributedSampler) and dist.is_initialized():
             self.dealt_samples = len(sampler.dataset) if sampler.num_replicas == dist.get_world_size() else None  # type: ignore[arg-type]
-        self.pulling = self._left = False
         self._position = Position(loader, place, EVERY * self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator
         self.taken = self.first = self._position.first

@@ -153,7 +153,6 @@ class PlannedReader(Reader[Any]):
     def __init__(self, plan: Rebalancer, source: Reader[Any]) -> None:
         self._plan, self._source = plan, source
         self._taken = plan.step - 1  # the step of the last batch taken
-        self.pulling = False
 
     def has_next(self, ahead: int = 1) -> bool:
         return self._plan.has_batch(self._taken + ahead - self._plan.step)
