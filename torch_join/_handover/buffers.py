@@ -10,7 +10,6 @@ from collections.abc import Container, Iterator, Sequence
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_join._base.specs import TensorSpec, flaw
@@ -19,7 +18,6 @@ from torch_join._compat import optimizer_state as _compat_state
 from torch_join._compat.metrics import is_metric
 from torch_join._control.channel import Channel
 from torch_join._handover.digest import Digests
-from torch_join._handover.handover import hand_over
 from torch_join._handover.replicas import set_own
 from torch_join._handover.state import Capture
 
@@ -137,51 +135,3 @@ class UnsyncedBuffers:
         capture = Capture()
         trees = {path: [capture.tree(buffers, path)] for path, buffers in found.items()}
         return Digests(trees, capture.tensors).read()
-
-
-class StepBuffers:
-    """Unsynchronized buffers in a lockstep loop: joined ranks receive them after each step in the tail.
-
-    Args:
-        models: The models.
-        channel: The channel between all ranks.
-        group: Their process group.
-        always: See `UnsyncedBuffers`.
-
-    Attributes:
-        buffers: The buffers.
-    """
-
-    def __init__(
-        self, models: Sequence[Unsynced], channel: Channel, group: dist.ProcessGroup | None, always: bool | None
-    ) -> None:
-        self._unsynced, self._channel, self._group = models, channel, group
-        self.buffers = UnsyncedBuffers(models, always)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start an epoch."""
-        self._has_looked = self._goes = False
-
-    def look(self, has_trained: bool) -> None:
-        """Check the buffers before the first step in the tail; all ranks call this.
-
-        Args:
-            has_trained: Whether this rank has run a forward with gradients.
-        """
-        if self._unsynced and not self._has_looked:
-            self._has_looked = True
-            self._decide(has_trained)
-
-    def give(self, active: tuple[int, ...]) -> None:
-        """Copy the first active rank's buffers to all ranks after a step in the tail; all ranks call this."""
-        if not self._unsynced:
-            return
-        if not self.buffers.can_tell and len(active) > 1:
-            self._decide(self._channel.rank in active)  # active ranks have trained by now
-        if self._goes:
-            hand_over([self.buffers], active[0], self._channel, self._group)
-
-    def _decide(self, has_trained: bool) -> None:
-        self.buffers.look([model for model, _ in self._unsynced] if has_trained else [])
-        self._goes = self.buffers.agree(self._channel)

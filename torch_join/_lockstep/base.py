@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
-from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._base.weighting import loss_factor
-from torch_join._handover.buffers import StepBuffers, Unsynced
+from torch_join._handover.buffers import Unsynced
 from torch_join._lockstep.catch_up import CatchUp
 from torch_join._lockstep.step_driver import StepDriver
 from torch_join._participants._torch.joinable import WrappingJoinable
@@ -73,7 +72,6 @@ class Lockstep:
         self.channel = driver.tail_log.channel
         self.weighting = driver.members.weighting
         self._throws = driver.options.throw_on_early_termination
-        self._buffers = StepBuffers(unsynced, self.channel, driver.members.group, driver.options.hand_over_buffers)
         self._has_trained = False  # whether this rank has run a step with a batch
         self._model: Participant = driver.add(make_model)
         self._customs = [driver.add(partial(custom_participant, joinable=j, options={})) for j in joinables]
@@ -84,7 +82,7 @@ class Lockstep:
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
         self._gone_to = -1  # the last step that was read ahead
-        self._states = CatchUp(driver, self._buffers.buffers)
+        self._states = CatchUp(driver, unsynced)
 
     runs_placeholders = False  # whether joined ranks run the step on placeholders, since it needs all ranks
 
@@ -138,7 +136,6 @@ class Lockstep:
         """
         for each in self._customs:
             each.renew()
-        self._buffers.begin()
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
         self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
@@ -338,13 +335,10 @@ class Lockstep:
         """Wrap a step; at its end, send joined ranks the buffers that the model itself keeps equal."""
         if self.in_tail:
             self._note_step()
-            self._states.begin_step(self.active_ranks)
-        if self.in_tail and not self.keeps_buffers:
-            self._buffers.look(self._has_trained)
+            self._states.begin_step(self.active_ranks, self._has_trained)
         yield
         if self.in_tail and not self.keeps_buffers:
-            with on_device(self.driver.members.group):
-                self._buffers.give(self.active_ranks)
+            self._states.give_buffers()
 
     def _note_step(self) -> None:
         self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._gone_to))

@@ -14,7 +14,7 @@ import torch
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
 from torch_join._handover.audit import Audit
-from torch_join._handover.buffers import UnsyncedBuffers
+from torch_join._handover.buffers import Unsynced, UnsyncedBuffers
 from torch_join._handover.early_exit import digests_of
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
@@ -28,11 +28,11 @@ class CatchUp:
 
     Args:
         driver: The driver of the steps.
-        buffers: The buffers that no wrapper synchronizes, which are copied after each step.
+        unsynced: Models with buffers that no wrapper synchronizes: these are copied after each step in the tail.
     """
 
-    def __init__(self, driver: StepDriver, buffers: UnsyncedBuffers) -> None:
-        self._buffers = buffers
+    def __init__(self, driver: StepDriver, unsynced: Sequence[Unsynced]) -> None:
+        self._unsynced, self._buffers = unsynced, UnsyncedBuffers(unsynced, driver.options.hand_over_buffers)
         self._channel, self._group, self._options = driver.tail_log.channel, driver.members.group, driver.options
         self.begin(())
 
@@ -47,8 +47,12 @@ class CatchUp:
         return self._source is not None
 
     @torch.inference_mode(False)
-    def begin_step(self, active: tuple[int, ...]) -> None:
+    def begin_step(self, active: tuple[int, ...], has_trained: bool) -> None:
         """Start a step in which only these ranks are active; all ranks call this.
+
+        Args:
+            active: The ranks.
+            has_trained: Whether this rank has run a forward with gradients.
 
         Raises:
             JoinError: The hyperparameters of the ranks' optimizers differ already.
@@ -61,9 +65,22 @@ class CatchUp:
             left_out = Forgotten(self._objects)
             options = chosen.audit, chosen.hand_over_ignored
             self._audit = Audit(self._states, *options, left_out, self._buffers, shards)
+            self._decide(has_trained)
             joined = [name for rank, name in enumerate(self._channel.global_ranks) if rank not in active]
             self._audit.begin(joined, settled=True)
         self._source, self._active = active[0], active
+
+    def give_buffers(self) -> None:
+        """Copy the first active rank's unsynchronized buffers to all ranks after a step; all ranks call this."""
+        with on_device(self._group):
+            if self._unsynced and not self._buffers.can_tell and len(self._active) > 1:
+                self._decide(self._channel.rank in self._active)  # active ranks have trained by now
+            if self._gives:
+                hand_over([self._buffers], self._active[0], self._channel, self._group)
+
+    def _decide(self, has_trained: bool) -> None:
+        self._buffers.look([model for model, _ in self._unsynced] if has_trained else [])
+        self._gives = self._buffers.agree(self._channel)
 
     @torch.inference_mode(False)
     def take(self, in_step: bool = False) -> None:
