@@ -283,7 +283,8 @@ def _join_tensors(
     to: int | None,
 ) -> Tensor | None:
     assert leaf.dtype is not None
-    device = data.device if data is not None else _device_of_kind(leaf.device, group)
+    kind = torch.device("cpu") if leaf.device == "cpu" else current_device(group)
+    device = kind if data is None else data.device
     takes = to is None or to == _rank_in(group)
     joined = torch.empty((total if takes else 0, leaf.row_bytes), dtype=torch.uint8, device=device)
     for rank, first, rows in exchange(data, leaf.row_bytes, counts, group, to, device):
@@ -294,10 +295,6 @@ def _join_tensors(
 
 
 # ---------------------------------------------------------------- over the process group
-
-
-def _device_of_kind(kind: str, group: Group) -> torch.device:
-    return torch.device("cpu") if kind == "cpu" else current_device(group)
 
 
 def _rank_in(group: Group) -> int:

@@ -180,8 +180,12 @@ class Attendance(Driver):
         if members.uneven:
             self.remarks = self.remarks or Remarks(members, self.options, self.framework)
             self.remarks.note(members.active, self.step_number)
-            if asked:
-                self._check_thread()
+            if asked and self._steps_elsewhere:
+                raise JoinError(
+                    f"Rank {members.name} iterates over join.batches in a different thread than its steps, like a"
+                    f" background prefetcher, and {name_ranks(members.joined_names)} finished, so Join cannot tell"
+                    " which step a batch is for. Put the prefetcher inside: `join.batches(prefetcher(loader))`."
+                )
             if self.in_loop and loop is not None:
                 loop.uneven = True
             if self._throws:
@@ -211,15 +215,6 @@ class Attendance(Driver):
         # Before a rank's first forward, assume that its steps run in the thread that entered the `with`.
         steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else here
         return self.loop is not None and self.in_loop and here != steps_in
-
-    def _check_thread(self) -> None:
-        if not self._steps_elsewhere:
-            return
-        raise JoinError(
-            f"Rank {self.members.name} iterates over join.batches in a different thread than its steps, like a"
-            f" background prefetcher, and {name_ranks(self.members.joined_names)} finished, so Join cannot tell which"
-            " step a batch is for. Put the prefetcher inside: `join.batches(prefetcher(loader))`."
-        )
 
     # ------------------------------------------------------------ the end of a loop
 

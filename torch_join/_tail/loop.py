@@ -321,23 +321,16 @@ class LoopDriver(Attendance):
         has_some = is_length_certain(loader) and len(loader) > 0  # type: ignore[arg-type]
         watch = None if has_some else partial(self.tail.watch_unasked, is_length_certain(loader))
         left, since = None if watch is None else watch(), self.tail.handovers
-        ticket = self._unbegun.add(partial(self._go_through_unasked, go_through, left, watch, since))
-        return self._in_order(ticket, go_through)
 
-    def _go_through_unasked(
-        self,
-        go_through: Callable[..., Iterator[T]],
-        left: EarlyExit | None,
-        watch: Callable[[], EarlyExit] | None,
-        since: int,
-    ) -> Iterator[T]:
-        """Go through a loop that user code passed without asking it for a batch."""
-        if watch is not None and self.tail.handovers > since:  # an earlier loop's handover has changed the state since
-            left = watch()
-        self.unasked = left
-        if left is not None:
-            left.meet()
-        return go_through(asks=False)
+        def unasked() -> Iterator[T]:
+            """Go through a loop that user code passed without asking it for a batch."""
+            # An earlier loop's handover may have changed the state since.
+            self.unasked = watch() if watch is not None and self.tail.handovers > since else left
+            if self.unasked is not None:
+                self.unasked.meet()
+            return go_through(asks=False)
+
+        return self._in_order(self._unbegun.add(unasked), go_through)
 
     def _in_order(self, ticket: object, go_through: Callable[[], Iterator[T]]) -> Iterator[T]:
         if not self._unbegun.begin(ticket) and _nesting.is_entered(self):
