@@ -14,6 +14,7 @@ import struct
 import uuid
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -137,10 +138,8 @@ class RowsPart:
                 if error:
                     raise JoinError(f"Rank {rank} could not write its {self._what} to {self._path}: {error}")
             steps = _merge(self._path, [name for _, name in everyone], by_rank)
-            while True:  # so that no rank waits for long without a report from rank 0
-                state = _objects.gather("" if self._rank else _advance(steps), "An error", group)[0]
-                if state is None:
-                    break
+            # In pieces, so that no rank waits for long without a report from rank 0.
+            while (state := _objects.gather("" if self._rank else _advance(steps), "An error", group)[0]) is not None:
                 if state:
                     raise JoinError(f"Rank 0 could not write the {self._what} to {self._path}: {state}")
         finally:
@@ -225,32 +224,30 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
     new = path.with_name(f"{path.name}.new")
     files, written = [], []
     try:
-        for rank, name in enumerate(names):
-            file = open(_path_of(path, rank), "rb", buffering=_BUFFER)  # noqa: SIM115  closed below
-            files.append(file)
-            said, of_rank = _read_end(file)
-            if said != name:
-                raise JoinValueError(
-                    f"{file.name} is not the file that rank {rank} wrote. Use a file system that all ranks share."
-                )
-            written.append(of_rank)
-        with open(new, "wb", buffering=_BUFFER) as out:
-            out.write(_MAGIC)
-            sections = []
-            for number, way in enumerate(by_rank):
-                section = _Section(begin=out.tell())
-                yield from _write_section(out, section, files, [of_rank[number] for of_rank in written], way)
-                sections.append(section)
-            end = out.tell()
-            out.write(pickle.dumps(sections))
-            out.write(_END.pack(end))
-        os.replace(new, path)
+        with ExitStack() as stack:
+            stack.callback(new.unlink, missing_ok=True)
+            for rank, name in enumerate(names):
+                files.append(stack.enter_context(open(_path_of(path, rank), "rb", buffering=_BUFFER)))
+                said, of_rank = _read_end(files[-1])
+                if said != name:
+                    raise JoinValueError(
+                        f"{files[-1].name} is not the file that rank {rank} wrote. Use a file system that all ranks"
+                        " share."
+                    )
+                written.append(of_rank)
+            with open(new, "wb", buffering=_BUFFER) as out:
+                out.write(_MAGIC)
+                sections = []
+                for number, way in enumerate(by_rank):
+                    section = _Section(begin=out.tell())
+                    yield from _write_section(out, section, files, [of_rank[number] for of_rank in written], way)
+                    sections.append(section)
+                end = out.tell()
+                out.write(pickle.dumps(sections))
+                out.write(_END.pack(end))
+            os.replace(new, path)
     except FileNotFoundError as error:
         raise JoinValueError(f"{error.filename} does not exist. Use a file system that all ranks share.") from error
-    finally:
-        for file in files:
-            file.close()
-        new.unlink(missing_ok=True)
 
 
 def _write_section(

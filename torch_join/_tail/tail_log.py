@@ -309,11 +309,8 @@ class TailLog(Announcer):
         Raises:
             JoinError: The log has a record that no active rank can have written.
         """
-        while True:
-            of, what, payload = self._next()
-            if (of, what) == (index, kind):
-                return
-            self._answer(of, what, payload)
+        while (said := self._next())[:2] != (index, kind):
+            self._answer(*said)
 
     def _next(self) -> _records.Announcement:
         """Wait for the next announcement."""
