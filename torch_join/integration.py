@@ -59,11 +59,11 @@ from torch_join._schedule.rebalancing import Rebalancing
 from torch_join._schedule.stateful import SideBySide, forget_states, resumed_at, sampler_of
 from torch_join._shadow.model_shadow import ModelShadow
 from torch_join._shadow.reach import leads_to
+from torch_join._tail.exchanges import StopSignals
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.reader import Begin, Reader, draws_exactly, is_length_certain, refuse_position
 from torch_join._tail.refills import RefillGuard
 from torch_join._tail.resuming import VERSION, Resuming, state_of
-from torch_join._tail.stopping import StopSignals
 from torch_join.gather_in_order import gather_given, gather_in_order
 from torch_join.join import Join
 from torch_join.rows_file import FileRows, RowsPart, read_rows

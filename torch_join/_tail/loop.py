@@ -21,11 +21,10 @@ from torch_join._schedule.positions import LoaderPlace
 from torch_join._tail import nesting as _nesting
 from torch_join._tail.attendance import Attendance
 from torch_join._tail.batch_loop import BatchLoop, Place
-from torch_join._tail.position_exchange import PositionExchange
+from torch_join._tail.exchanges import PositionExchange, StopExchange, StopSignals
 from torch_join._tail.reader import Batches, Reader, Unbegun, is_length_certain
 from torch_join._tail.remarks import Remarks
 from torch_join._tail.resuming import OVER, NamedLoops, state_of
-from torch_join._tail.stopping import StopExchange, StopSignals
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Participant)
