@@ -44,12 +44,13 @@ class Audit:
         objects: Everything passed to `Join`, without metrics.
         often: `"tail"`: loops in which some rank joins before another. `True`: all loops. `False`: none.
         hands_over_ignored: Whether parameters that DDP ignores are handed over; `None`: those equal on all ranks.
-        forgotten: The search for objects that the user may have left out.
+        forgotten: See below.
         unsynced: The buffers that no wrapper synchronizes.
         shards: Sharded models, which are not handed over: only values attached to them are compared.
 
     Attributes:
         joined: The names of the ranks that ran out of inputs first.
+        forgotten: The search for objects that the user may have left out.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Audit:
     ) -> None:
         self._objects = objects
         self._shards = shards
-        self._forgotten = forgotten or Forgotten(objects)
+        self.forgotten = forgotten or Forgotten(objects)
         self._unsynced = unsynced
         self._often = often
         self._hands_over_ignored = hands_over_ignored
@@ -74,7 +75,7 @@ class Audit:
         self._before: dict[str, Items] = {}
         self._ignored: list[int] | None = None  # checksums
         self.joined: list[int] = []
-        self._forgotten.clear()
+        self.forgotten.clear()
 
     def begin(self, joined: Sequence[int], settled: bool, untouched: bool = True) -> None:
         """Take digests, on every rank, at the step at which the first ranks join.
@@ -89,18 +90,14 @@ class Audit:
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
-            self._forgotten.look()
+            self.forgotten.look()
             looked = self._look(settled) if untouched else {}
             self._before = _described({**looked, "found": self._found()}, exact=False)
 
     def note(self, at_last: bool) -> None:
         """Record objects that this rank alone may keep, in case it runs out before others; see `Forgotten.note`."""
         if self._often:
-            self._forgotten.note(at_last)
-
-    def leave(self, has_run: bool) -> None:
-        """Find out what this rank's last step has changed, when it runs out before others; see `Forgotten.leave`."""
-        self._forgotten.leave(has_run)
+            self.forgotten.note(at_last)
 
     def local(self, channel: Channel) -> frozenset[int]:
         """Return the `id` of each parameter that the handover leaves unchanged; every rank calls this."""
@@ -131,7 +128,7 @@ class Audit:
         parameters, rest = self._captured(local, exact=True, takes=True)
         after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
-        kept = self._forgotten.kept
+        kept = self.forgotten.kept
         self.forget()
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
@@ -214,7 +211,7 @@ class Audit:
             if any(thing is shard for shard in self._shards):  # a tensor may be without memory now
                 values = {path: value for path, value in values.items() if not isinstance(value, Tensor)}
             leaves |= {path: value for path, value in values.items() if id(value) not in own}
-        leaves.update(self._forgotten.values())
+        leaves.update(self.forgotten.values())
         leaves.update(() if self._unsynced is None else self._unsynced.doubtful())
         return leaves
 

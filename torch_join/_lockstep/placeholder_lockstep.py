@@ -96,12 +96,8 @@ class PlaceholderLockstep(Lockstep):
         return setting(self, in_step=True)
 
     @property
-    def counts_nothing(self) -> bool:
-        return False  # its loss is weighted where its backward starts
-
-    @property
     def loss_factor(self) -> float:
-        return 1.0
+        return 1.0  # the loss is weighted where its backward starts
 
     def backward(self, backward: Callable[[], None]) -> bool:
         backward()

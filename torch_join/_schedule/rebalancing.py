@@ -73,6 +73,7 @@ class Rebalancer:
         total: The sum of all ranks' counts at the current step, if batches are counted.
         donated: How many batches this rank has sent for finished steps.
         received: How many batches of other ranks this rank has trained on in finished steps.
+        max_sent_per_step: By rank, how many batches it may send in one step.
         lost: How many batches no rank trains on, since they were sent to ranks that have left the epoch.
     """
 
@@ -94,8 +95,7 @@ class Rebalancer:
         self._plan = plan
         self._count = count
         self._steps: deque[_Step] = deque()
-        self.step = step
-        self.meets = meets
+        self.step, self.meets, self.max_sent_per_step = step, meets, plan.max_sent_per_step
         self.donated = self.received = self.lost = 0
         self.total = 0.0
         self._notices: dict[int, dict[str, Any]] = {}  # from the first meeting before the current step
@@ -204,11 +204,6 @@ class Rebalancer:
     def ahead(self) -> int:
         """How many batches this rank must have read before the next row is planned, unless it reaches its end."""
         return self._plan.ahead[self._channel.rank]
-
-    @property
-    def max_sent_per_step(self) -> list[int]:
-        """By rank, how many batches it may send in one step."""
-        return self._plan.max_sent_per_step
 
     @property
     def steps(self) -> int | None:

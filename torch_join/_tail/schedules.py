@@ -168,10 +168,6 @@ class PlannedReader(Reader[Any]):
     def drop(self) -> None:
         self._source.drop()
 
-    @property
-    def at_last(self) -> bool:
-        return not self.has_next(2)
-
 
 class Planned(Schedule):
     """Rebalances batches if the ranks have different numbers of them.

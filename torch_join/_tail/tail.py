@@ -197,7 +197,7 @@ class Tail:
         members = self.tail_log.members
         if not members.announces:
             self._look(at_top)
-        self._audit.leave(has_run)
+        self._audit.forgotten.leave(has_run)
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
             words, leader, in_pieces, still = self.tail_log.follow(END)
