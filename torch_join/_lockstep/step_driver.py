@@ -16,9 +16,8 @@ from torch_join._participants.options import Options
 from torch_join._participants.participant import Driver, Participant
 from torch_join._participants.ray import RayParticipant, runs_in_ray
 from torch_join._schedule.rebalancing import Rebalancing
-from torch_join._tail.records import DONE
 from torch_join._tail.remarks import LOG
-from torch_join._tail.tail_log import TailLog
+from torch_join._tail.tail_log import DONE, TailLog
 
 P = TypeVar("P", bound=Participant)
 

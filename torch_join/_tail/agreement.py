@@ -8,8 +8,8 @@ from torch_join._base.errors import JoinError
 from torch_join._control import codec as _codec
 from torch_join._control.channel import Channel
 from torch_join._handover.objects import Apart
-from torch_join._tail.records import Announcement
 
+Announcement = tuple[int, str, Any]  # the participant's index (-1: none), the kind, and the payload
 # For these kinds the payloads are compared too.
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard", "module", "gradient")
 _WORD = tuple[int, int, str]

@@ -25,8 +25,7 @@ from torch_join._participants.hook import Hook
 from torch_join._participants.kinds import is_sharded_model, stateful, unsynced_models
 from torch_join._participants.options import Options
 from torch_join._participants.unregistered import missing_model
-from torch_join._tail.records import END
-from torch_join._tail.tail_log import TailLog
+from torch_join._tail.tail_log import END, TailLog
 
 
 class StaleReads:

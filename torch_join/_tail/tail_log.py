@@ -2,9 +2,9 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, cast
 
@@ -22,9 +22,19 @@ from torch_join._control.failures import telling_failures
 from torch_join._control.reports import Status
 from torch_join._participants.participant import Announcer, LoopModel, Participant
 from torch_join._participants.unregistered import notice_metric
-from torch_join._tail import records as _records
-from torch_join._tail.agreement import Agreement, explain, explain_counts
+from torch_join._tail.agreement import Agreement, Announcement, explain, explain_counts
 
+END, DONE, COLLECTIVE, TAIL = "end", "done", "collective", "tail"
+
+_ASIDE = "aside/{}/{}"  # the number of the log's next record, and the index of the aside announcement before it
+_RECORD = tuple[list[Announcement], tuple[int, ...]]  # the announcements and the active ranks
+_KINDS = {
+    COLLECTIVE: Call,
+    TAIL: list[int],  # the synced backwards of each model
+    DONE: tuple[bool, bool, list[Any]],  # a lockstep step: whether it has a backward, and a loss; the front end's data
+    # Closing messages, the rank whose state is handed over, whether backwards run in pieces, whether no step was run.
+    END: tuple[list[Any], int, bool, bool],
+}
 _NOTHING: Callable[..., None] = lambda *_: None  # noqa: E731
 
 
@@ -76,7 +86,7 @@ class TailLog(Announcer):
         self._said: list[_codec.Encoded] = []  # announcements not yet written
         self._is_due = False  # whether all active ranks make some of these announcements
         self.in_window = False  # whether the step's batch is a window of micro-batches
-        self._heard: deque[_records.Announcement] = deque()  # announcements read but not yet answered
+        self._heard: deque[Announcement] = deque()  # announcements read but not yet answered
         self._asides = 0  # the number of aside announcements read since the log's last record
         self.on_all = 0
         self.has_to_meet = False
@@ -185,7 +195,7 @@ class TailLog(Announcer):
         The announcement has no number in the log, because all active ranks count the log's records together.
         """
         if self.meet() and self.members.leads:
-            keys = (_records.ASIDE.format(self.channel.records, place) for place in count())
+            keys = (_ASIDE.format(self.channel.records, place) for place in count())
             key = next(key for key in keys if not self.channel.posted(key))
             self.channel.post(key, ([(index, kind, payload)], self.members.active))
 
@@ -194,7 +204,7 @@ class TailLog(Announcer):
         if self._is_due:
             if self._subgroups.groups:
                 self._subgroups.mark(self.members.active)
-            self.channel.append(_records.record(self._said, self.members.active), leads=self.members.leads)
+            self.channel.append(_record(self._said, self.members.active), leads=self.members.leads)
             self._said, self._is_due = [], False
 
     def own_collectives(self) -> AbstractContextManager[None]:
@@ -250,7 +260,7 @@ class TailLog(Announcer):
         self._counts = True
         self._subgroups.find(self.members.before)
         self.agreement.begin()
-        self.announce(-1, _records.TAIL, [each.synced - each.deferred for each in self.models()])
+        self.announce(-1, TAIL, [each.synced - each.deferred for each in self.models()])
         self.still = True
         for each in self.participants:
             each.enter_tail()
@@ -264,7 +274,7 @@ class TailLog(Announcer):
         """
         words = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
-        end = -1, _records.END, (words, self.members.leader, self.in_pieces, still)
+        end = -1, END, (words, self.members.leader, self.in_pieces, still)
         self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
         return words
@@ -297,7 +307,7 @@ class TailLog(Announcer):
         try:
             while True:
                 index, kind, payload = self._next()
-                if index < 0 and _records.is_record(kind, payload, until):
+                if index < 0 and _is_record(kind, payload, until):
                     return payload
                 self._answer(index, kind, payload)
         finally:
@@ -312,13 +322,13 @@ class TailLog(Announcer):
         while (said := self._next())[:2] != (index, kind):
             self._answer(*said)
 
-    def _next(self) -> _records.Announcement:
+    def _next(self) -> Announcement:
         """Wait for the next announcement."""
         while not self._heard:
             number, self._asides = self.channel.records, 0
             meanwhile = partial(self._take_asides, number) if self.hears_asides else None
-            said, active = self._subgroups.follow(_records.RECORD, meanwhile)
-            _records.check_record(said, active, len(self.participants), self.members.active)
+            said, active = self._subgroups.follow(_RECORD, meanwhile)
+            self._check_record(said, active)
             self._heard.extend(said)
             if active:
                 self.change(active)
@@ -326,21 +336,31 @@ class TailLog(Announcer):
 
     def _take_asides(self, number: int) -> None:
         """Answer the aside announcements that precede record `number` of the log."""
-        while self.channel.posted(key := _records.ASIDE.format(number, self._asides)):
+        while self.channel.posted(key := _ASIDE.format(number, self._asides)):
             self._asides += 1
-            said, active = self.channel.read(key, of=_records.RECORD)
+            said, active = self.channel.read(key, of=_RECORD)
             if self.members.rank in active:
                 continue  # this rank took that action itself before it joined
-            _records.check_record(said, active, len(self.participants), self.members.active)
+            self._check_record(said, active)
             for announcement in said:
                 self._answer(*announcement)
+
+    def _check_record(self, said: Sequence[Announcement], active: tuple[int, ...]) -> None:
+        """Check the contents of a record: the announcements, and the ranks that made them.
+
+        Raises:
+            JoinError: No active rank can have written this record.
+        """
+        known = all(-1 <= index < len(self.participants) for index, _, _ in said)
+        if not (known and set(active) <= set(self.members.active)):
+            raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
         if index >= 0:
             self.participants[index].receive(kind, payload)
-        elif kind == _records.COLLECTIVE:
+        elif kind == COLLECTIVE:
             mirror(payload)
-        elif kind == _records.TAIL:
+        elif kind == TAIL:
             if (mine := [each.synced for each in self.models()]) != payload:
                 me, leader = self.members.named((self.members.rank, self.members.leader))
                 answers = self.channel.health().answers
@@ -356,13 +376,13 @@ class TailLog(Announcer):
 
     def _expect_collective(self, call: Call) -> None:
         if self._subgroups.holds(call):
-            kind, payload = _records.COLLECTIVE, self._subgroups.expect(call.group, self.members.active)
+            kind, payload = COLLECTIVE, self._subgroups.expect(call.group, self.members.active)
             if payload is None:
                 return
         else:
             _, kind, payload = self._next()
-        if kind != _records.COLLECTIVE or payload.operation != call.operation:
-            found = payload.operation if kind == _records.COLLECTIVE else kind
+        if kind != COLLECTIVE or payload.operation != call.operation:
+            found = payload.operation if kind == COLLECTIVE else kind
             raise JoinError(
                 f"A main hook on rank {self.members.name} issued {call.operation}, but the active ranks announced"
                 f" {found}. Issue the collectives of the joinable's step in its main hook, in the same order."
@@ -390,7 +410,7 @@ class TailLog(Announcer):
         if self._subgroups.holds(call):
             self._subgroups.announce(call, self.members.active)
         else:
-            self.announce(-1, _records.COLLECTIVE, call)
+            self.announce(-1, COLLECTIVE, call)
 
     def _has_joined(self, rank: int) -> bool:
         self.meet()
@@ -401,3 +421,26 @@ class TailLog(Announcer):
         models = [[each.forwards, each.synced] for each in self.models()]
         leader, synced = min(self.members.active, default=0), (self.synced.gaps, self.synced.last)
         return Status(models, word, self.loader(), self.asked, self.step(), leader, synced)
+
+
+def _record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
+    """Return the record of the active ranks' announcements."""
+    return _codec.in_pair(said, _ranks(active))
+
+
+@lru_cache(maxsize=8)
+def _ranks(active: tuple[int, ...]) -> _codec.Encoded:
+    return _codec.encode(active)
+
+
+def _is_record(kind: str, payload: Any, expected: str) -> bool:
+    """Whether an announcement without a participant is of this kind.
+
+    Raises:
+        JoinError: Its kind is unknown, or its payload is malformed.
+    """
+    try:
+        _codec.check(payload, _KINDS[kind])
+    except (_codec.Malformed, KeyError) as problem:
+        raise _codec.foreign("a record of the tail", problem) from None
+    return kind == expected
