@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_join._schedule.stateful import SideBySide, has_place, is_stateful, sampler_of
@@ -34,7 +34,7 @@ def drawing(loader: Any) -> dict[str, Any]:
 
 def _global() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else _saved(numpy.random.get_state())
+    of_numpy = None if numpy is None else tree_map_only(numpy.ndarray, _as_integers, numpy.random.get_state())
     return {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": of_numpy}
 
 
@@ -169,9 +169,9 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
     return stays and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
-def _saved(state: Any) -> Any:
-    """Return a numpy generator's state as a checkpoint may hold it: arrays become tensors of 64-bit integers."""
-    return tree_map(lambda part: torch.from_numpy(part.astype("int64")) if hasattr(part, "astype") else part, state)
+def _as_integers(array: Any) -> Tensor:
+    """Return an array of a numpy generator's state as a checkpoint may hold it: a tensor of 64-bit integers."""
+    return torch.from_numpy(array.astype("int64"))
 
 
 def _as_given(state: Any) -> Any:
@@ -236,8 +236,10 @@ def _state_of(thing: Any) -> Any:
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if isinstance(thing, numpy.random.RandomState):
-        return _saved(thing.get_state())
-    return _saved(thing.bit_generator.state) if isinstance(thing, numpy.random.Generator) else None
+        return tree_map_only(numpy.ndarray, _as_integers, thing.get_state())
+    if isinstance(thing, numpy.random.Generator):
+        return tree_map_only(numpy.ndarray, _as_integers, thing.bit_generator.state)
+    return None
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -75,7 +75,8 @@ class Attendance(Driver):
 
     def reset(self) -> None:
         """Reset to the state before the first step."""
-        self._weigh()
+        if self.loop is not None and self.loop.placeholders is not None:
+            self._weigh()
         self.members.reset()
         self.tail_log.reset()
         self.step.reset()
@@ -256,7 +257,8 @@ class Attendance(Driver):
             with self.tail_log.telling():
                 plan.end()
         self.place, self.tail_log.has_to_meet = Place.ENDED, False
-        self._weigh()
+        if loop is not None and loop.placeholders is not None:
+            self._weigh()
         self.steps.forget()
         if not self.members.announces:
             self.tail_log.tap.remove()
