@@ -101,17 +101,15 @@ class JoinMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         rebalancing = rebalancing_of(trainer)
-        join: Any = getattr(trainer.strategy, "join", None)
-        count = (lambda: None) if join is None else lambda: cast(float | None, join.batch_count)
-        self._stopwatch = Stopwatch(given_bytes=rebalancing.nbytes if rebalancing else 0, count=count)
-        self._joined_at = None
+        self._stopwatch, self._joined_at = Stopwatch(given_bytes=rebalancing.nbytes if rebalancing else 0), None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not getattr(trainer.strategy, "joined", False):
+            join: Any = getattr(trainer.strategy, "join", None)
             self._stopwatch.take()
-            self._stopwatch.ask()
+            self._stopwatch.ask(None if join is None else join.batch_count)
         elif self._joined_at is None:
             self._joined_at = batch_idx
 

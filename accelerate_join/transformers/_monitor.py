@@ -54,12 +54,11 @@ class JoinMonitor(TrainerCallback):
             self.stopwatch.take()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        given_bytes = 0 if self.watched is None else self.watched[2].nbytes
-        self.stopwatch = Stopwatch(given_bytes=given_bytes, count=lambda: self._count)
+        self.stopwatch = Stopwatch(given_bytes=0 if self.watched is None else self.watched[2].nbytes)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if not self._joined:
-            self.stopwatch.ask()
+            self.stopwatch.ask(self._count)
 
     on_substep_end = on_step_end
 

@@ -63,7 +63,7 @@ class JoinMonitor:
         self._plot = None if plot is None else _checked(plot, "plot", "the PNG file to write", "timeline.png")
         if plot is not None:
             check_can_draw()
-        self._rebalances, self._weighting = False, ""
+        self._rebalances, self._weighting = False, "world"
         self._unwritten: set[Path] = set()  # paths for which there was a warning
         self._made, self._spent = time.monotonic(), 0.0
         self._at_exit: Finalize | None = None  # while files are yet to be written

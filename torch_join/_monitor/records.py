@@ -202,11 +202,10 @@ class Stopwatch:
     Args:
         first: The number of the loop's first step.
         given_bytes: The number of bytes that this rank has sent to others, in batches, before the loop.
-        count: Returns the count of the batch that this rank has trained on, or `None`.
     """
 
-    def __init__(self, first: int = 0, given_bytes: int = 0, count: Callable[[], float | None] = lambda: None) -> None:
-        self._first, self._given_bytes, self._count = first, given_bytes, count
+    def __init__(self, first: int = 0, given_bytes: int = 0) -> None:
+        self._first, self._given_bytes = first, given_bytes
         self._counted: float | None = 0.0
         self._batches = 0
         self._reading = 0.0
@@ -218,10 +217,13 @@ class Stopwatch:
         self._reading += time.monotonic() - self._asked
         self._batches += 1
 
-    def ask(self) -> None:
-        """Record that this rank asks for its next batch, if there is one."""
+    def ask(self, count: float | None = None) -> None:
+        """Record that this rank asks for its next batch, if there is one.
+
+        Args:
+            count: The count of the batch that it has trained on, if batches are counted.
+        """
         self._asked = time.monotonic()
-        count = self._count()
         self._counted = None if count is None or self._counted is None else self._counted + count
 
     def pause(self, seconds: float) -> None:
@@ -229,10 +231,10 @@ class Stopwatch:
         self._begin += seconds
         self._asked += seconds
 
-    def leave(self) -> None:
-        """Record that this rank leaves the loop by `break`."""
+    def leave(self, count: float | None = None) -> None:
+        """Record that this rank leaves the loop by `break`; see `ask`."""
         self._left = True
-        self.ask()
+        self.ask(count)
 
     def stop(self, given: int, received: int, given_bytes: int) -> RankRecord:
         """Return the measurements of a loop that has ended; nothing about other ranks is known yet.

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,10 +37,10 @@ from torch_join._shadow.synced_norms import sync_norms
 from torch_join._shadow.zero_gradient import broadcast_gradient
 
 
-def _weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """Return a function that calls a method, and that a loss which user code keeps may keep: it keeps no object."""
-    weak = weakref.WeakMethod(method)
-    return lambda *_: None if (call := weak()) is None else call(*args)
+def _call(method: "weakref.WeakMethod[Callable[..., None]]", args: tuple[Any, ...], *_: Tensor) -> None:
+    """Call a method, in a hook of a loss: user code may keep the loss, which must not keep the method's object."""
+    if (call := method()) is not None:
+        call(*args)
 
 
 class ModelParticipant(Participant, LoopModel):
@@ -235,15 +236,18 @@ class ModelParticipant(Participant, LoopModel):
             self.rebind()
         outputs = _compat.differentiable(output)
         if self.ddp.require_backward_grad_sync:
-            begins = _weakly(self.driver.before_backward, self.index, self.driver.loop_number)
+            before = weakref.WeakMethod(self.driver.before_backward)
+            begins = partial(_call, before, (self.index, self.driver.loop_number))
             self._second_backward.forward(outputs, begins)
         else:
+            accumulates = partial(_call, weakref.WeakMethod(self.driver.note_accumulation), (self.index,))
             for each in outputs:
-                each.register_hook(_weakly(self.driver.note_accumulation, self.index))  # type: ignore[no-untyped-call]
+                each.register_hook(accumulates)  # type: ignore[no-untyped-call]
         if self._watch.is_on or (self._has_met and self.driver.meets_at is not MeetingPoint.FORWARD):
             return
+        meets = partial(_call, weakref.WeakMethod(self._meet_or_remember), ())
         for each in outputs:  # a loss may use any output
-            each.register_hook(_weakly(self._meet_or_remember))  # type: ignore[no-untyped-call]
+            each.register_hook(meets)  # type: ignore[no-untyped-call]
         if not outputs:
             self._watch.begin(self._before_gradient)
 

@@ -147,7 +147,7 @@ class BatchLoop:
         for model in log.models():
             model.begin_loop()
         if driver.options.monitor is not None and self._resumes_at != OVER:
-            self.stopwatch = Stopwatch(self.first, given_bytes, lambda: members.batch_count)
+            self.stopwatch = Stopwatch(self.first, given_bytes)
         return True
 
     def _choose_schedule(self, lengths: Sequence[int | None]) -> Schedule:
@@ -206,7 +206,7 @@ class BatchLoop:
                         stopwatch.take()
                     yield batch
                     if stopwatch is not None:
-                        stopwatch.ask()
+                        stopwatch.ask(driver.members.batch_count)
                     loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                     if not loop.is_current:
                         if loop.reader.has_next():
@@ -275,7 +275,7 @@ class BatchLoop:
         """End a loop, closed after this rank's last batch, as if user code had asked for another batch."""
         driver, log = self.driver, self.driver.tail_log
         if self.stopwatch is not None:
-            self.stopwatch.ask()
+            self.stopwatch.ask(driver.members.batch_count)
         driver.step_number += 1
         # An error raised while a generator closes is lost, so `telling` raises it again at this rank's next meeting.
         with suppress(BaseException):
@@ -296,7 +296,7 @@ class BatchLoop:
         """Leave the loop by `break`; `at_once` unless user code has run since the `break`."""
         driver, log, in_tail = self.driver, self.driver.tail_log, self.driver.members.announces
         if self.stopwatch is not None:
-            self.stopwatch.leave()
+            self.stopwatch.leave(driver.members.batch_count)
         (self.source or self.reader).leave()
         log.remember_gradients()
         lengths, ends_at = self.schedule.lengths, driver.step_number + 1

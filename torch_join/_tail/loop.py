@@ -119,8 +119,9 @@ class LoopDriver(Attendance):
             # This gather keeps each process alive until all ranks get here.
             words = hyperparameters(self.given), self.tail_log.synced.unmet()
             said = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, Synced])
-            compare([hyper for hyper, _ in said], self.members.global_ranks)
-            self.tail_log.warn_if_mixed([synced for _, synced in said])
+            everyone, synced = zip(*said, strict=True)
+            compare(everyone, self.members.global_ranks)
+            self.tail_log.warn_if_mixed(synced)
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
 

@@ -125,7 +125,9 @@ class TailLog(Announcer):
 
     def warn_if_mixed(self, synced: Sequence[Synced]) -> None:
         """Warn if ranks synced in different steps of the last loop; given each rank's `SyncedSteps.unmet`."""
-        if self.members.rank == 0 and (mixed := explain_mixed(dict(enumerate(synced)), self.members.global_ranks)):
+        if self.members.rank or synced.count(synced[0]) == len(synced):
+            return
+        if mixed := explain_mixed(dict(enumerate(synced)), self.members.global_ranks):
             JoinDriftWarning.warn(
                 f"Ranks skipped different batches.{mixed} Skip a batch on all ranks, or filter the loader."
             )

@@ -19,7 +19,6 @@ from torch_join.integration import EpochRecord
 def write(folder: Path, ranks: int, epochs: int, donates: bool = False) -> Path:
     monitor = JoinMonitor(folder / "report.html")
     monitor.epochs += make_epochs(ranks, epochs, donates)
-    monitor._weighting = "samples"
     monitor.write()
     return folder / "report.html"
 
@@ -45,7 +44,7 @@ def test_the_report(tmp_path: Path, width: int) -> None:
             "rank 1",
             "rank 2",
             f"on {socket.gethostname()}, ",
-            "weighting samples: ",
+            "weighting world: ",
             shlex.join(sys.orig_argv),
             "20 steps could be saved: pass rebalance=True, or give the ranks more even shards.",
         ):
