@@ -27,13 +27,11 @@ class Rounds:
     Attributes:
         index: The number of the current round.
         places: The dataloaders that are read in each round.
-        driver: The driver that serves the other ranks' steps.
         is_planned: Whether this rank's lengths are not known until its dataloaders are iterated.
     """
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._strategy = loop, strategy_of(loop.trainer)
-        self.driver: Any = self._strategy.driver
         loader, everyone, most = loop._combined_loader, loop._everyone, loop.most_batches
         resumed = loop.batch_progress.current.ready > 0  # so that nothing is certain
         self._rank = self._strategy.channel.rank
@@ -59,6 +57,11 @@ class Rounds:
         # The rounds in which some rank's number of batches may differ from the one that it announces before.
         planned = [any(each.planned[i] for each in everyone for i in places) for places in self.places]
         self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
+
+    @property
+    def driver(self) -> Any:
+        """The driver that serves the other ranks' steps; not an attribute, since the loop keeps this after the run."""
+        return self._strategy.driver
 
     @property
     def over(self) -> bool:
