@@ -35,7 +35,7 @@ from torch_join.integration import (
 )
 
 _OPTIONS = ("weighting", "rebalance", "throw_on_early_termination", "placeholder")
-_OWN = ("own_shards", "kept")
+_NAMES = (*_OPTIONS, "own_shards", "kept")
 _LOADERS = {"get_train_dataloader": True, "get_eval_dataloader": False, "get_test_dataloader": False}
 
 
@@ -97,8 +97,9 @@ class JoinTrainerMixin:
                 f"{cls.__name__} lists JoinTrainerMixin after Trainer in its base classes, where it has no effect."
                 " Put JoinTrainerMixin before the trainer class."
             )
-        new = [name for name in vars(cls) if not any(hasattr(base, name) for base in cls.__bases__)]
-        refuse_misspelt(*new, owner=cls.__name__, also=_OWN)
+        named = [name for name in vars(cls) if not name.startswith("_")]  # others are the user's own, as `_monitor`
+        new = [name for name in named if not any(hasattr(base, name) for base in cls.__bases__)]
+        refuse_misspelt(*new, owner=cls.__name__, options=_NAMES)
         for name, trains in _LOADERS.items():
             if name in vars(cls):  # a subclass's own loaders are evened, too
                 setattr(cls, name, _evening(trains, vars(cls)[name]))
@@ -117,7 +118,7 @@ class JoinTrainerMixin:
         **kwargs: Any,
     ) -> None:
         given = locals()
-        refuse_misspelt(*kwargs, owner=type(self).__name__, also=_OWN)
+        refuse_misspelt(*kwargs, owner=type(self).__name__, options=_NAMES)
         for name in (*_OPTIONS, "own_shards"):
             if given[name] is not None and given[name] is not Options.weighting:
                 setattr(self, name, given[name])

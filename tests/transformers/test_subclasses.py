@@ -185,7 +185,9 @@ def test_a_misspelt_option_in_a_class_or_a_call_raises() -> None:
             type("Mine", (JoinTrainer,), {slip: True})
         with pytest.raises(JoinTypeError, match=told):
             type("Mine", (JoinTrainer,), {})(model=None, **{slip: True})
-    type("Mine", (type("Base", (JoinTrainer,), {"weights": 1, "keep": 2}),), {"weights": 3})  # a user's own names
+    # A user's own names; some are close to options of `Join` that a trainer does not have.
+    type("Mine", (type("Base", (JoinTrainer,), {"weights": 1, "keep": 2}),), {"weights": 3})
+    type("Mine", (JoinTrainer,), {"_placeholder": 1, "_weighting": 2, "Monitor": int, "time_out": 3, "unable": 4})
 
 
 class LoggingItsLoss(JoinTrainer):

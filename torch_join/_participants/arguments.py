@@ -87,18 +87,19 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
             )
 
 
-def refuse_misspelt(*names: str, owner: str = "Join", also: Sequence[str] = ()) -> None:
+def refuse_misspelt(*names: str, owner: str = "Join", options: Sequence[str] = _all, also: Sequence[str] = ()) -> None:
     """Raise if a name looks like a misspelt option, which whatever takes any name would swallow.
 
     Args:
         names: The names that a user gave.
         owner: What takes the options, for the error.
-        also: The options of `owner` that `Join` does not have.
+        options: The options of `owner`; by default, those of `Join`.
+        also: Further options.
 
     Raises:
         JoinTypeError: A name looks like an option.
     """
-    options = [*_all, *also]
+    options = [*options, *also]
     for name, own in product({*names}.difference(options), options):
         if _is_slip(name, own):
             raise _misspelt(owner, name, own)
