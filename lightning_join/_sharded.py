@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
-from lightning_join._collectives import ActiveCollectives
 from torch_join import UnsupportedError
 from torch_join.integration import (
     PlaceholderLockstep,
@@ -86,7 +85,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop until the last rank has finished: it takes part in each
@@ -119,7 +118,7 @@ class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
             self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, ModelParallelStrategy):
     """Model parallelism (`fully_shard`, also with tensor parallelism) that trains exactly on uneven dataloaders.
 
     All ranks of a tensor-parallel group must have the same batches.
@@ -138,7 +137,7 @@ class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrateg
     strategy_name = "model_parallel_join"
 
 
-class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Sharded, DeepSpeedStrategy):
     """DeepSpeed (ZeRO stages 0 to 3, with CPU offload) that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop until the last rank has finished: it replays the active ranks'

@@ -16,7 +16,6 @@ from torch_join.integration import is_sharded_model
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
-    from lightning_join._collectives import ActiveCollectives
     from lightning_join._fabric.joins import Joins
     from lightning_join._fabric.methods import ask_strategies as _ask_strategies
     from lightning_join._fabric.methods import pass_on_zero_grad as _pass_on_zero_grad
@@ -24,7 +23,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
 __all__ = ["DDPJoinStrategy", "DeepSpeedJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
 
 
-class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
+class DDPJoinStrategy(Joins, DDPStrategy):
     """DDP for Fabric that trains exactly on uneven dataloaders.
 
     ```python
@@ -44,7 +43,7 @@ class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
     """
 
 
-class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
+class FSDPJoinStrategy(Joins, FSDPStrategy):
     """FSDP for Fabric that trains exactly on uneven dataloaders.
 
     Args:
@@ -60,7 +59,7 @@ def _as_it_is(model: nn.Module, _: Any) -> nn.Module:
     return model
 
 
-class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Joins, ModelParallelStrategy):
     """Model parallelism for Fabric (`fully_shard`, also with tensor parallelism), exact on uneven dataloaders.
 
     All ranks of a tensor-parallel group must have the same batches.
@@ -93,7 +92,7 @@ class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy)
         return found
 
 
-class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Joins, DeepSpeedStrategy):
     """DeepSpeed for Fabric (ZeRO stages 0 to 3) that trains exactly on uneven dataloaders.
 
     Args:
