@@ -37,6 +37,7 @@ from torch_join._monitor.monitor import check_monitored
 from torch_join._monitor.records import EpochRecord, RankRecord, Stopwatch
 from torch_join._participants._metrics.module_metrics import ModuleMetrics
 from torch_join._participants.arguments import listed, refuse_misspelt
+from torch_join._participants.hook import Hook
 from torch_join._participants.kinds import holds_parts, is_engine, is_sharded_model
 from torch_join._participants.options import (
     JoinOptions,
@@ -71,15 +72,15 @@ from torch_join.rows_file import FileRows, RowsPart, read_rows
 # fmt: off
 __all__ = [
     "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord",
-    "Evened", "EvenedLoader", "FileRows", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin", "LoopDriver",
-    "ModelShadow", "ModuleMetrics", "Often", "Options", "Order", "Participant", "Placeholder", "PlaceholderLockstep",
-    "Position", "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming", "RowsPart", "SideBySide",
-    "StepDriver", "StepMirror", "StopSignals", "Stopwatch", "broadcast", "by_old_name", "check_monitored",
-    "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly", "draws_globally", "driver_of",
-    "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order", "gather_objects",
-    "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn", "is_closed",
-    "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows", "join_with",
-    "keeps_place", "leads_to", "length_of", "listed", "make_placeholder", "name_ranks", "naming_missing",
+    "Evened", "EvenedLoader", "FileRows", "Hook", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin",
+    "LoopDriver", "ModelShadow", "ModuleMetrics", "Often", "Options", "Order", "Participant", "Placeholder",
+    "PlaceholderLockstep", "Position", "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming",
+    "RowsPart", "SideBySide", "StepDriver", "StepMirror", "StopSignals", "Stopwatch", "broadcast", "by_old_name",
+    "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly", "draws_globally",
+    "driver_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order",
+    "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn",
+    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
+    "join_with", "keeps_place", "leads_to", "length_of", "listed", "make_placeholder", "name_ranks", "naming_missing",
     "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_misspelt", "refuse_position", "renamed",
     "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "showing_options",
     "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from functools import update_wrapper
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lightning_join._strategy_protocol import strategy_of
 from torch_join import JoinError
-from torch_join.integration import setting
+from torch_join.integration import Hook, setting
 
 
 def has_transfer_hooks(trainer: Any) -> bool:
@@ -46,24 +45,15 @@ def shadow_step(trainer: Any) -> Tensor:
 @contextmanager
 def after_hook(module: Any, hook: str, act: Callable[[Any], Any]) -> Iterator[None]:
     """Run `act` right after a hook of the module, with the hook's return value; return the return value of `act`."""
+    own = getattr(module, hook)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        inside.close()  # restores the module's hook before its own code runs
+        return act(own(*args, **kwargs))
+
     with ExitStack() as inside:
-        inside.enter_context(setting(module, **{hook: _Followed(module, hook, inside.close, act)}))
+        inside.enter_context(setting(module, **{hook: Hook(followed, copied=own)}))
         yield
-
-
-class _Followed:
-    """A hook that replaces a module's own; copies and pickles of the module have the original."""
-
-    def __init__(self, module: Any, hook: str, end: Callable[[], None], act: Callable[[Any], Any]) -> None:
-        self._owner, self._hook, self._end, self._act = module, hook, end, act
-        update_wrapper(self, getattr(module, hook))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._end()  # restores the module's hook before its own code runs
-        return self._act(self.__wrapped__(*args, **kwargs))  # type: ignore[attr-defined]
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._owner, self._hook)
 
 
 STOPPED = "A step or a hook raised StopIteration, usually from next() on an exhausted iterator."

@@ -29,7 +29,7 @@ PUBLIC = {
         JoinableState PeerFailedError UnpaddedDistributedSampler UnsupportedError Weighting windows
     """,
     torch_join.integration: """
-        VERSION Begin Beginning Changes Channel Count Deal Dealer Driver EpochRecord Evened EvenedLoader FileRows
+        VERSION Begin Beginning Changes Channel Count Deal Dealer Driver EpochRecord Evened EvenedLoader FileRows Hook
         JoinOptions LoaderPlace Lockstep LockstepJoin LoopDriver ModelShadow ModuleMetrics Often Options Order
         Participant Placeholder PlaceholderLockstep Position RankRecord ReadStep Reader Rebalancing RefillGuard
         Resuming RowsPart SideBySide StepDriver StepMirror StopSignals Stopwatch broadcast by_old_name check_monitored
