@@ -175,8 +175,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._made_step = True
         strategy.gathers_alike = join.plan is None and self.batch_idx + 1 < self._steps_alike
         self._transfers = True
-        if join.plan is not None:
-            data_fetcher.begin_step()
+        data_fetcher.begin_step()
         if join.joined:
             if not self._has_joined:
                 self._has_joined = True

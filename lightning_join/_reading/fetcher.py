@@ -203,10 +203,6 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         """End the epoch that has just been started, before its next batch."""
         self.length, self._has_read = self.fetched, True
 
-    def take(self) -> Any:
-        self._in_step = 1
-        return super().take()
-
     @property
     def has_more(self) -> bool:
         """Whether there may be another batch."""
@@ -228,16 +224,9 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         """Record that from now on batches go to other ranks."""
         self._guard.gives = True
 
-    def reserve(self, count: int) -> list[Any]:
-        """See `Source`; `begin_step` takes them."""
-        batches = [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
-        self._reserved.append(batches)
-        self.taken += len(batches)
-        return batches[:]
-
     def begin_step(self) -> None:
-        """Take the batches of the next planned step: they count as used, on whichever rank they are trained on."""
-        self._in_step = len(self._reserved.popleft())
+        """Use one batch, or those of the next planned step, on whichever rank they are trained on."""
+        self._in_step = len(self._reserved.popleft()) if self._reserved else 1
 
     def _read(self) -> Any:
         if self.length is not None and self.fetched >= self.length and not self._may_have_more:
