@@ -8,7 +8,6 @@ from lightning_join import _compat
 from lightning_join._compat import call_strategy_hook
 from lightning_join._logging.step_values import counting_nothing
 from lightning_join._reading import loaders as _loaders
-from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import read_in_rounds
 from lightning_join._strategy_protocol import strategy_of
 from torch_join import UnsupportedError
@@ -184,7 +183,7 @@ class InRounds:
 
     def setup_data(self: Any) -> None:
         before = getattr(self, self._limits_name)
-        with evened(self):
+        with _loaders.evened(self):
             super().setup_data()  # type: ignore[misc]
         if getattr(self, self._limits_name) is before:
             self._look_again()

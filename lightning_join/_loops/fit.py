@@ -26,7 +26,6 @@ from lightning_join._loops.resuming import (
 from lightning_join._loops.user_code import NoStopIteration, after_hook
 from lightning_join._reading import loaders as _loaders
 from lightning_join._reading.combined import states_in
-from lightning_join._reading.evened import evened
 from lightning_join._reading.fetcher import ReadAheadFetcher
 from lightning_join._strategy_protocol import join_of, metrics_of, rebalancing_of, strategy_of
 from lightning_join._training.alike import take_unfrozen_parameters
@@ -75,7 +74,7 @@ class JoinFitLoop(FitLoop):
     def setup_data(self) -> None:
         before, trainer = self._data_fetcher, self.trainer
         # Each rank's state goes to its own dataloaders, when the epoch starts.
-        with evened(self, self._check_interval), setting(self, _combined_loader_states_to_load=[]):
+        with _loaders.evened(self, self._check_interval), setting(self, _combined_loader_states_to_load=[]):
             super().setup_data()
         loader = self._combined_loader
         if loader is None or self._data_fetcher is before:
