@@ -28,7 +28,6 @@ from torch_join._collectives.call import (
     starts_objects,
     tensors_in,
 )
-from torch_join._compat import c10d as _dispatch
 from torch_join._compat import operators as _compat_c10d
 
 __all__ = ["Call", "CollectiveTap"]
@@ -94,7 +93,7 @@ class CollectiveTap:
             )
         self._thread = threading.get_ident()
         self._others = _compat_c10d.threads()  # all ranks have started the work of these threads
-        self._library = _dispatch.c10d_library()
+        self._library = _compat_c10d.c10d_library()
         CollectiveTap._installed = self
         self._allow_graphs = _compat_c10d.refuse_graphs(self._refuse_graph)
         try:
@@ -111,7 +110,7 @@ class CollectiveTap:
         library, self._library = self._library, None
         CollectiveTap._installed = None
         self._allow_graphs()
-        _dispatch.destroy(library)
+        _compat_c10d.destroy(library)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -238,14 +237,14 @@ def _ranks(args: dict[str, Any]) -> list[int]:
 @cache  # torch keeps kernels that have run
 def _kernel(operator: str) -> Callable[..., Any]:
     """Return the kernel that runs in place of an operator while a tap is installed."""
-    op = _dispatch.overload(operator)
+    op = _compat_c10d.overload(operator)
     operation = _compat_c10d.OPERATORS.get(operator)
     names = _compat_c10d.argument_names(operator)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         tap = CollectiveTap._installed
         if tap is None:
-            return op.redispatch(keyset & _dispatch.BELOW, *args)
+            return op.redispatch(keyset & _compat_c10d.BELOW, *args)
         is_ours = tap._is_ours()
         if is_ours and not tap._ignoring:
             caller = sys._getframe().f_back
@@ -260,10 +259,10 @@ def _kernel(operator: str) -> Callable[..., Any]:
             if not ddps:
                 named = tap._see(operator, named, caller)
                 if backward and (factor := tap._factor(operation or operator, named, caller)) != 1:
-                    return issue_weighted(partial(op.redispatch, keyset & _dispatch.BELOW), named, factor)
+                    return issue_weighted(partial(op.redispatch, keyset & _compat_c10d.BELOW), named, factor)
                 args = tuple(named.values())
         elif not is_ours:
             tap._check_other_thread(dict(zip(names, args, strict=False)), sys._getframe().f_back)
-        return op.redispatch(keyset & _dispatch.BELOW, *args)
+        return op.redispatch(keyset & _compat_c10d.BELOW, *args)
 
     return kernel

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from torch.utils import checkpoint
 from torch_join._base.attributes import replace
 from torch_join._base.errors import UnsupportedError
 from torch_join._base.names import TORCH, check_names
-from torch_join._compat.c10d import overload
 
 # The dispatcher's operators, with their names in `torch.distributed`.
 OPERATORS = {
@@ -91,6 +90,51 @@ _LOGGER_FILE = c10d_logger.__file__
 _OVERRIDES_FILE = overrides.__file__
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+def overload(name: str) -> Any:
+    """Return the `c10d` operator of this name (each has one overload)."""
+    return getattr(torch.ops.c10d, name).default
+
+
+# The dispatch keys below that of the tap, for `&` with a call's keyset. (Not a function: torch 2.11 would trace it when
+# it compiles code that issues a collective, and no graph can have such an argument.)
+BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether an operator has a kernel at the dispatch key of the tap."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"))
+
+
+def c10d_library() -> Any:
+    """Return an object that registers kernels of the `c10d` operators."""
+    make: Any = torch.library.Library
+    return make("c10d", "IMPL")
+
+
+def destroy(library: Any) -> None:
+    """Unregister everything that `library` has registered."""
+    library._destroy()
+
+
+@contextmanager
+def changing_all_reduces(change: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    """Call `change` with the tensors that each all-reduce inside sends; does nothing if a tap is installed."""
+    if has_kernel("allreduce_"):
+        yield
+        return
+    op, library = overload("allreduce_"), c10d_library()
+
+    def kernel(keyset: Any, tensors: list[Tensor], *args: Any) -> Any:
+        change(tensors)
+        return op.redispatch(keyset & BELOW, tensors, *args)
+
+    library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
+    try:
+        yield
+    finally:
+        destroy(library)
 
 
 @functools.cache
@@ -439,6 +483,10 @@ check_names(
         dist.ProcessGroup: "_end_coalescing unbox",
         dist.Work: "unbox",
         graph: "_engine_run_backward",
-        torch._C: "_current_graph_task_id _dispatch_get_all_op_names",
+        torch._C: (
+            "_current_graph_task_id _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key"
+            " _dispatch_keyset_full_after DispatchKey"
+        ),
+        torch.library.Library: "_destroy impl",
     },
 )

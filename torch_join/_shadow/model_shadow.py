@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_join._base.attributes import setting
 from torch_join._base.errors import JoinTypeError, UnsupportedError
 from torch_join._compat import ddp as _compat
-from torch_join._compat.c10d import changing_all_reduces
+from torch_join._compat.operators import changing_all_reduces
 from torch_join._shadow.buffer_news import BufferNews
 from torch_join._shadow.first_iteration import FirstIteration
 from torch_join._shadow.reach import leads_to

@@ -29,7 +29,6 @@ from torch_join._base.errors import JoinError
 from torch_join._collectives.call import OBJECT_OPERATIONS
 from torch_join._collectives.neutral import ENTRIES, REDUCTIONS
 from torch_join._collectives.tap import Call, CollectiveTap
-from torch_join._compat import c10d as _dispatch
 from torch_join._compat import operators as _compat_c10d
 
 
@@ -73,7 +72,7 @@ def _leaves_nothing_behind(rank: int) -> tuple[list[str], list[Any]]:
     for _ in range(3):
         tap.install()
         tap.install()
-        assert all(map(_dispatch.has_kernel, operators))
+        assert all(map(_compat_c10d.has_kernel, operators))
         with pytest.raises(JoinError, match="Another join context"):
             CollectiveTap(observed.append, lambda r: True).install()
         with tap.ignoring():
@@ -83,7 +82,7 @@ def _leaves_nothing_behind(rank: int) -> tuple[list[str], list[Any]]:
         assert observed == []
         tap.remove()
         tap.remove()
-        assert not any(map(_dispatch.has_kernel, operators))
+        assert not any(map(_compat_c10d.has_kernel, operators))
     tap.install()
     dist.barrier()
     tap.remove()
@@ -109,7 +108,7 @@ def _observer_raises(rank: int) -> bool:
         for async_op in (False, True):
             with pytest.raises(KeyError, match="all_reduce"), listening(tap):
                 dist.all_reduce(tensor, async_op=async_op)
-    assert not any(map(_dispatch.has_kernel, _compat_c10d.operators()))
+    assert not any(map(_compat_c10d.has_kernel, _compat_c10d.operators()))
     dist.all_reduce(tensor)
     return tensor.tolist() == [2.0, 2.0]
 
@@ -205,7 +204,7 @@ def test_the_dispatcher_still_has_what_the_tap_relies_on() -> None:
     assert set(_compat_c10d.operators()) - refused == set(_compat_c10d.OPERATORS)
     for name in _compat_c10d.operators():
         assert "process_group" in _compat_c10d.argument_names(name)
-        assert not _dispatch.has_kernel(name)
+        assert not _compat_c10d.has_kernel(name)
     assert set(ENTRIES) == {*_compat_c10d.OPERATORS.values(), *OBJECT_OPERATIONS} - {"send", "recv"}
     assert not _compat_c10d.in_backward()
     for name in OBJECT_OPERATIONS:

@@ -29,7 +29,7 @@ from tests.support.run import Batch
 from tests.support.stopped import GRACE, TIMEOUT
 from tests.support.workers import Outcome, Workers, connect
 from torch_join import Join
-from torch_join._compat import c10d as _dispatch
+from torch_join._compat import operators as _compat_c10d
 
 LOOPS = ("sized", "plain", "iterable", "heartbeat", "rebalance", "rebalance, iterable", "FSDP2", "FSDP1")
 LARGE = 2**20  # elements of what makes a batch so large that it is on its way to another rank for a while
@@ -178,7 +178,7 @@ class Training:
                 len(self.optimizer._optimizer_step_post_hooks),
             ],
             "configs": [id(each._join_config) for each in joinables],
-            "tap": _dispatch.has_kernel("allreduce_"),
+            "tap": _compat_c10d.has_kernel("allreduce_"),
             "threads": remaining_threads() if self.rebalances else [],
         }
 

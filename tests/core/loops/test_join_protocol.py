@@ -20,7 +20,6 @@ from tests.support.inside import entered_joins, installed_tap
 from tests.support.joinables import LOG, MINE, AllReducer, MineError, state_of
 from tests.support.workers import Workers, connect
 from torch_join import EarlyTerminationError, Join, JoinError, JoinTypeError
-from torch_join._compat import c10d as _dispatch
 from torch_join._compat import ddp as _compat
 from torch_join._compat import operators as _compat_c10d
 
@@ -116,7 +115,7 @@ def test_enable_false_behaves_as_if_absent(workers: Workers) -> None:
 def in_the_process() -> list[Any]:
     """What a `Join` could leave behind anywhere else."""
     return [
-        any(map(_dispatch.has_kernel, _compat_c10d.operators())),
+        any(map(_compat_c10d.has_kernel, _compat_c10d.operators())),
         installed_tap() is None,
         len(entered_joins),
         dict(optimizer_hooks()),
