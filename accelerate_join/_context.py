@@ -27,7 +27,6 @@ from accelerate_join._prepared import PreparedLoader, Progress, check_supported,
 from torch_join import Join, JoinDataWarning, JoinTypeError, JoinValueError, UnsupportedError
 from torch_join.integration import (
     JoinOptions,
-    LoopDriver,
     StopSignals,
     driver_of,
     listed,
@@ -184,17 +183,11 @@ def join_batches(
     return own_loops.Loop(
         accelerator,
         loader,
-        partial(_driver_within, accelerator, joinables, even_batches, goes_through_join(loader), **options),
-        lambda driver, loader: loader if is_prepared(loader) else driver.batches(loader),
+        partial(_context, accelerator, joinables, even_batches, goes_through_join(loader), **options),
+        lambda join, loader: join.batches(loader),
         check_supported(accelerator),  # a single process has nobody to wait for
         "accelerator.end_training()",
     )
-
-
-@contextmanager
-def _driver_within(*args: Any, **kwargs: Any) -> Iterator[LoopDriver]:
-    with _context(*args, **kwargs) as join:
-        yield driver_of(join)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types

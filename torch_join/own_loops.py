@@ -32,6 +32,7 @@ from torch_join._control.rendezvous import open_channel
 from torch_join._tail.loop import LoopDriver
 from torch_join._tail.nesting import read_ahead
 from torch_join._tail.reader import Unbegun
+from torch_join.join import Join
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Loop(Generic[T]):
     Args:
         owner: The accelerator or strategy that the context belongs to. It has one such context at a time.
         loader: The loader.
-        new_context: Returns the context, which yields its driver.
+        new_context: Returns the context, which yields its `Join`.
         batches: Returns the iterable to loop over in that context.
         distributed: Whether other processes may wait for this one to start or to end the loop.
         advice: The call that ends a loop left by `break`, for errors.
@@ -58,11 +59,11 @@ class Loop(Generic[T]):
 
     owner: Hashable
     loader: Iterable[T]
-    new_context: Callable[[], AbstractContextManager[LoopDriver]]
-    batches: Callable[[LoopDriver, Iterable[T]], Iterable[T]]
+    new_context: Callable[[], AbstractContextManager[Join]]
+    batches: Callable[[Join, Iterable[T]], Iterable[T]]
     distributed: bool
     advice: str
-    context: AbstractContextManager[LoopDriver] | None = None
+    context: AbstractContextManager[Join] | None = None
     driver: LoopDriver | None = None
     left: bool = False
     handled: BaseException | None = None
@@ -83,22 +84,22 @@ class Loop(Generic[T]):
     def _go_through_unasked(self, world: Callable[[], object]) -> Iterator[T]:
         """Run a loop that other ranks have started, but that this rank's code never asked for a batch."""
         if world() is dist.group.WORLD:
-            with self.new_context() as driver:
-                driver.asks = False
-                yield from self.batches(driver, self.loader)
+            with self.new_context() as join:
+                join._driver.asks = False
+                yield from self.batches(join, self.loader)
 
     def _go_through(self, ticket: object) -> Iterator[T]:
         if ticket is not None:
             _unbegun[self.owner].begin(ticket)
         finish(self.owner, also_held=True)
         context = self.new_context()
-        driver = context.__enter__()
-        self.context, self.driver, self.left, self.handled = context, driver, False, sys.exc_info()[1]
+        join = context.__enter__()
+        self.context, self.driver, self.left, self.handled = context, join._driver, False, sys.exc_info()[1]
         if self.distributed:
             _loops[self.owner] = self
-            driver.end_with_loop = self.leave
+            join._driver.end_with_loop = self.leave
         try:
-            yield from self.batches(driver, self.loader)
+            yield from self.batches(join, self.loader)
         except GeneratorExit:
             # A generator that is being closed must not raise or wait for other ranks, as the end of the context does.
             self.left = True

@@ -149,8 +149,7 @@ class Joins(ActiveCollectives):
                     " ranks would not follow its loop. Pass the return value of fabric.setup_dataloaders or"
                     " fabric.strategy.batches."
                 )
-        join = join_with(self.options, self._taking_part())
-        with self._context(join):
+        with self._context(is_one_loop=False) as join:
             yield join
 
     def gather_in_order(
@@ -256,16 +255,16 @@ class Joins(ActiveCollectives):
     # ------------------------------------------------------------ loops
 
     @contextmanager
-    def _context(self, join: Join | None = None) -> Iterator[LoopDriver]:
-        is_own, join = join is None, join or join_with(self.options, self._taking_part())
+    def _context(self, is_one_loop: bool = True) -> Iterator[Join]:
+        join = join_with(self.options, self._taking_part())
         driver = driver_of(join)
         self._driver, self._operations = driver, driver.add(partial(Operations, self))
         driver.log_epoch, driver.framework = self.log_own, "lightning.fabric"
         try:
             with ExitStack() as stack:
-                with own_loops.begin(self, driver if is_own else None):
+                with own_loops.begin(self, driver if is_one_loop else None):
                     stack.enter_context(join)
-                yield driver
+                yield join
         finally:
             self._driver = self._operations = None
             if driver.reader is not None:
@@ -281,7 +280,10 @@ class Joins(ActiveCollectives):
         own_loops.finish(self)
         joined.tell_epoch(loader)
         if (driver := self._driver) is None:
-            read = partial(self._read, joined)
+
+            def read(join: Join, loader: Iterable[T]) -> Iterator[T]:
+                return self._read(joined, driver_of(join), loader)
+
             return iter(own_loops.Loop(self, loader, self._context, read, True, "fabric.barrier()"))
         return self._nested(driver, loader) if driver.in_loop else self._read(joined, driver, loader)
 
