@@ -346,10 +346,11 @@ class AcceleratorContext:
         self._driver = driver_of(self.join)
         self._driver.tail.changes_freely = progress
         self._driver.signals = stop_signals(accelerator)
-        self._driver.log_epoch = lambda values, _: accelerator.log(values)
+        own = type(accelerator)
+        # Without a step: if it was after the user's last one, W&B would drop values that the user logs later.
+        self._driver.log_epoch = lambda values, _: own.log(accelerator, values)
         if enable:
             self.operations = self._driver.add(partial(Operations, accelerator, progress))
-            self._driver.log_epoch = self.operations.log_epoch
 
     def _find_loader(self) -> PreparedLoader | None:
         reader = self._driver.reader

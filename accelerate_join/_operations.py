@@ -95,13 +95,6 @@ class Operations(ActiveOperations):
         with self.acting_for_main_process():
             self._type.print(self._accelerator, *args, **kwargs)
 
-    def log_epoch(self, values: dict[str, float], _: int) -> None:
-        """Log a monitor's values for a finished loop, without a step; all ranks call this.
-
-        If they had a step after the user's last one, W&B would drop values that the user logs later.
-        """
-        self._call("log", (values,), {})
-
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Let each rank write its part of a checkpoint, with the active ranks' state.
 
