@@ -99,20 +99,20 @@ def _context(
             " join.batches(torch_join.windows(loader, steps))`, with accelerator.no_sync(model) except for the last"
             " batch."
         )
-    context = AcceleratorContext(accelerator, given, distributed, **options)
-    driver = driver_of(context.join)
+    join = _Join(accelerator, given, distributed, **options)
+    driver = driver_of(join)
     with ExitStack() as stack:
         if distributed:
             stack.enter_context(even_batches_set(accelerator, even_batches))
         with own_loops.begin(accelerator, driver if is_one_loop else None):
-            stack.enter_context(context.join)
+            stack.enter_context(join)
         if distributed or driver.options.monitor is not None:
-            stack.enter_context(loops_replaced(context.iterate, context.note_epoch))
+            stack.enter_context(loops_replaced(join._iterate, join._note_epoch))
         if distributed:
-            stack.enter_context(context.operations.replacing())
-            stack.enter_context(class_replaced(accelerator, context.operations))
-        yield context.join
-    context.warn_of_mixed_epochs()
+            stack.enter_context(join._operations.replacing())
+            stack.enter_context(class_replaced(accelerator, join._operations))
+        yield join
+    join._warn_of_mixed_epochs()
     if distributed:
         own_loops.may_end(accelerator, driver)
 
@@ -300,33 +300,12 @@ def stop_signals(accelerator: accelerate.Accelerator) -> StopSignals:
 
 
 class _Join(Join):
-    """The `Join` that users get; it adds no public names to those of `Join`."""
-
-    def batches(self, loader: Any, **options: Any) -> Any:
-        """Iterate over `loader` as in `torch_join.Join`; a prepared loader is returned unchanged.
-
-        Raises:
-            JoinValueError: A `placeholder` is passed for a prepared loader.
-        """
-        if is_prepared(loader) and options.get("placeholder") is not None:
-            raise JoinValueError(
-                "join.batches(loader, placeholder=...) got a loader that Accelerate has prepared. Pass placeholder= to"
-                " join_uneven_inputs or join_batches instead, for all loops."
-            )
-        return loader if is_prepared(loader) else super().batches(loader, **options)
-
-
-class AcceleratorContext:
     """The `Join` around the objects that `accelerator` has prepared and the user's further joinables.
 
-    Only this class, and the `Operations` that it adds, use non-public parts of a `Join`.
-
-    Attributes:
-        join: The `Join` that users get.
-        operations: Accelerate's operations, adapted to joined ranks.
+    Users get it; it adds no public names to those of `Join`.
     """
 
-    operations: Operations
+    _operations: Operations  # Accelerate's operations, adapted to joined ranks
 
     def __init__(self, accelerator: accelerate.Accelerator, given: Sequence[Any], enable: bool, **options: Any) -> None:
         self._accelerator = accelerator
@@ -342,21 +321,34 @@ class AcceleratorContext:
         prepared = prepared_by(accelerator, given) if enable else []
         progress = Progress(accelerator, self._find_loader)
         things = list({id(thing): thing for thing in [*given, *prepared, progress]}.values())
-        self.join = _Join(things, enable, **options)
-        self._driver = driver_of(self.join)
+        super().__init__(things, enable, **options)
+        self._driver = driver_of(self)
         self._driver.tail.changes_freely = progress
         self._driver.signals = stop_signals(accelerator)
         own = type(accelerator)
         # Without a step: if it was after the user's last one, W&B would drop values that the user logs later.
         self._driver.log_epoch = lambda values, _: own.log(accelerator, values)
         if enable:
-            self.operations = self._driver.add(partial(Operations, accelerator, progress))
+            self._operations = self._driver.add(partial(Operations, accelerator, progress))
 
     def _find_loader(self) -> PreparedLoader | None:
         reader = self._driver.reader
         return reader.prepared if isinstance(reader, PreparedReader) else None
 
-    def iterate(self, own_iter: Callable[[PreparedLoader], Iterator[Any]], loader: PreparedLoader) -> Iterator[Any]:
+    def batches(self, loader: Any, **options: Any) -> Any:
+        """Iterate over `loader` as in `torch_join.Join`; a prepared loader is returned unchanged.
+
+        Raises:
+            JoinValueError: A `placeholder` is passed for a prepared loader.
+        """
+        if is_prepared(loader) and options.get("placeholder") is not None:
+            raise JoinValueError(
+                "join.batches(loader, placeholder=...) got a loader that Accelerate has prepared. Pass placeholder= to"
+                " join_uneven_inputs or join_batches instead, for all loops."
+            )
+        return loader if is_prepared(loader) else super().batches(loader, **options)
+
+    def _iterate(self, own_iter: Callable[[PreparedLoader], Iterator[Any]], loader: PreparedLoader) -> Iterator[Any]:
         """Yield the batches of `loader`; all ranks leave the loop together, in the same state."""
         if own_loops.finish(self._accelerator):  # the context has ended, so this loop is outside it
             yield from loader
@@ -381,13 +373,13 @@ class AcceleratorContext:
                 if options.placeholder is not None and hasattr(loader, "iteration"):
                     loader.iteration = iteration + 1  # Accelerate does not count an epoch without batches
 
-    def note_epoch(self, loader: Any) -> None:
+    def _note_epoch(self, loader: Any) -> None:
         """Record that this rank starts a loop over a loader that Accelerate has not prepared."""
         steps = self._driver.plain_steps
         self._mixes = self._mixes or self._began.get(id(loader), steps) < steps
         self._began[id(loader)] = steps
 
-    def warn_of_mixed_epochs(self) -> None:
+    def _warn_of_mixed_epochs(self) -> None:
         """Warn, on a process that ran out early, that its epochs did not coincide with those of the other processes."""
         if self._mixes and not self._driver.members.last_joiner:
             JoinDataWarning.warn(
