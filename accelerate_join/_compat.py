@@ -22,11 +22,6 @@ from torch_join.integration import check_names, setting
 SEEN = "1.5 to 1.15"
 
 
-def parallelism(accelerator: accelerate.Accelerator) -> Any:
-    """Return the accelerator's `ParallelismConfig`, or `None`; versions before 1.10 have none."""
-    return getattr(accelerator, "parallelism_config", None)
-
-
 _Prepared: TypeAlias = Callable[[accelerate.Accelerator], list[Any]]
 # The objects that were prepared by an accelerator or registered for its checkpoints.
 loaders: _Prepared = attrgetter("_dataloaders")
@@ -163,11 +158,6 @@ def operations_replaced(ours: Any) -> Iterator[None]:
 def state_file(index: int) -> str:
     """Return the name of the file in which `save_state` stores the state of a stateful loader."""
     return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
-
-
-def unsaved(loader: Any) -> AbstractContextManager[None]:
-    """Let `save_state` omit the state of `loader`."""
-    return setting(loader, use_stateful_dataloader=False)
 
 
 def acting_for_main() -> AbstractContextManager[None]:

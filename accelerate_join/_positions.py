@@ -194,9 +194,9 @@ def saved(
         lambda models, weights, folder: write(folder, accelerator.process_index, record)
     )
     with writing, setting(accelerator, _join_saves=True), ExitStack() as stack:
-        # Otherwise all processes would write the loader's state to the same file at once.
+        # It is omitted here: otherwise all processes would write the loader's state to the same file at once.
         for each in stateful if not (leads or (on_node and goes_on)) else ():
-            stack.enter_context(_compat.unsaved(each))
+            stack.enter_context(setting(each, use_stateful_dataloader=False))
         yield
 
 

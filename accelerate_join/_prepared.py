@@ -40,7 +40,7 @@ def check_supported(accelerator: accelerate.Accelerator, name: str = "join_uneve
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return False
-    config = _compat.parallelism(accelerator)
+    config = getattr(accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
     if config is not None and accelerator.torch_device_mesh is not None:
         if config.non_data_parallel_size > 1:
             raise UnsupportedError(

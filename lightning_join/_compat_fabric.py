@@ -4,18 +4,16 @@ Seen in lightning 2.6.6. `tests/fabric/test_compat.py` fails when one disappears
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.wrappers import _FabricOptimizer as FabricOptimizer
 from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
 
-from torch_join.integration import check_names, setting
+from torch_join.integration import check_names
 
-__all__ = ["FabricOptimizer", "MultiProcessingLauncher", "acting_for_main", "convert_state", "unwrap_objects"]
+__all__ = ["FabricOptimizer", "MultiProcessingLauncher", "convert_state", "unwrap_objects"]
 
 
 def convert_state(
@@ -24,11 +22,6 @@ def convert_state(
     """Return the contents of a checkpoint that pass a filter, with state dicts in place of objects."""
     found: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter=only)
     return found
-
-
-def acting_for_main() -> AbstractContextManager[None]:
-    """Make this process act as rank 0."""
-    return setting(rank_zero_only, rank=0)
 
 
 check_names("lightning.fabric", "2.6.6", {Strategy: "_convert_stateful_objects_in_state"})

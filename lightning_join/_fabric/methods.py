@@ -11,11 +11,13 @@ from typing import Any, cast
 
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_join import _compat_fabric as _compat
 from lightning_join._fabric.joins import Joins
 from lightning_join._fabric.operations import Operations
 from torch_join import JoinValueError, UnsupportedError
+from torch_join.integration import setting
 
 
 def ask_strategies() -> None:
@@ -31,7 +33,8 @@ def pass_on_zero_grad() -> None:
 
     Otherwise, replacements of the inner object's method would not be called.
     """
-    setattr(_compat.FabricOptimizer, "zero_grad", _zero_grad)  # noqa: B010  the class does not define it
+    wrapper: Any = _compat.FabricOptimizer  # which does not define the method
+    wrapper.zero_grad = lambda optimizer, *args, **kwargs: optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
 def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -50,10 +53,6 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) 
         return own(fabric, *args, **kwargs) if tail is None else cast(Any, instead)(tail, own, fabric, *args, **kwargs)
 
     return method
-
-
-def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
 def _print(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +76,7 @@ def _log_dict(
 
 
 def _call(tail: Operations, own: Callable[..., Any], fabric: Fabric, /, *args: Any, **kwargs: Any) -> None:
-    with _compat.acting_for_main() if tail.driver.find_acting_main() else nullcontext():
+    with setting(rank_zero_only, rank=0) if tail.driver.find_acting_main() else nullcontext():
         own(fabric, *args, **kwargs)
 
 
