@@ -319,7 +319,7 @@ class _Join(Join):
                 " loader`. To save its position on each process, register it with accelerate_join.Accelerator."
             )
         prepared = prepared_by(accelerator, given) if enable else []
-        progress = Progress(accelerator, self._find_loader)
+        progress = Progress(accelerator, lambda: getattr(self._driver.reader, "prepared", None))
         things = list({id(thing): thing for thing in [*given, *prepared, progress]}.values())
         super().__init__(things, enable, **options)
         self._driver = driver_of(self)
@@ -330,10 +330,6 @@ class _Join(Join):
         self._driver.log_epoch = lambda values, _: own.log(accelerator, values)
         if enable:
             self._operations = self._driver.add(partial(Operations, accelerator, progress))
-
-    def _find_loader(self) -> PreparedLoader | None:
-        reader = self._driver.reader
-        return reader.prepared if isinstance(reader, PreparedReader) else None
 
     def batches(self, loader: Any, **options: Any) -> Any:
         """Iterate over `loader` as in `torch_join.Join`; a prepared loader is returned unchanged.
