@@ -261,7 +261,7 @@ class JoinTrainerMixin:
             yield
             return
         _check_supported(self)
-        with Run(self) as run, setting(self, _join_run=run), run.telling_failures():
+        with Run(self).running():
             yield
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

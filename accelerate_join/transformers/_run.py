@@ -95,7 +95,9 @@ class Run:
         self.position = Position(trainer)
         self._source: int | None = None  # a rank that was active in all steps since the last hand-over
 
-    def __enter__(self) -> "Run":
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Wrap the loop: failures reach the other ranks, and all ranks leave at the same time."""
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may depend on it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
@@ -104,47 +106,40 @@ class Run:
         self.driver = StepDriver(self.channel, trainer.join_options, _rows_of)
         self.driver.framework = "transformers"
         self._operations = self.driver.add(partial(StepOperations, trainer.args.device))
-        self._stack = stack = ExitStack()
         where = self.driver, trainer.args.device
         self._reading[True] = Evened(*where, self._begin_training, self._finish_training)
         begin_evaluation = partial(self.channel.gather, of=Beginning)
         self._reading[False] = Evened(*where, begin_evaluation, self.hand_over_kept)
-        stack.callback(self.channel.close)
-        for monitor in self._monitors:
-            watched = self.channel, trainer.log, self.driver.rebalancing, self.driver.options.weighting
-            stack.enter_context(setting(monitor, watched=watched))
-        stack.callback(self.driver.close)
-        stack.enter_context(self._operations.replacing())
-        stack.enter_context(shards_checked())
-        stack.enter_context(_compat.skipping(_skip))
-        for owner, name, ours in (
-            (trainer, "training_step", self._training_step),
-            (trainer, "prediction_step", self._prediction_step),
-            (trainer, "compute_loss", self._compute_loss),
-            (trainer.accelerator, "backward", self._backward),
-            (trainer.accelerator, "pad_across_processes", self._pad),
-            (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
-            (trainer.callback_handler, "on_substep_end", self._on_substep_end),
-            (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
-            (trainer.callback_handler, "on_log", self._on_log),
-        ):
-            stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @contextmanager
-    def telling_failures(self) -> Iterator[None]:
-        """Wrap the loop: failures reach the other ranks, and all ranks leave at the same time."""
-        with telling_failures(self.channel):
-            yield
-            for reading in self._reading.values():
-                reading.leave()
-            if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
-                self._join.sync_buffers()  # no later forward brings the buffers to joined ranks
-            self.driver.rebalancing.close()
-            self.channel.close(meets=True)
+        with ExitStack() as stack:
+            stack.callback(self.channel.close)
+            for monitor in self._monitors:
+                watched = self.channel, trainer.log, self.driver.rebalancing, self.driver.options.weighting
+                stack.enter_context(setting(monitor, watched=watched))
+            stack.callback(self.driver.close)
+            stack.enter_context(self._operations.replacing())
+            stack.enter_context(shards_checked())
+            stack.enter_context(_compat.skipping(_skip))
+            for owner, name, ours in (
+                (trainer, "training_step", self._training_step),
+                (trainer, "prediction_step", self._prediction_step),
+                (trainer, "compute_loss", self._compute_loss),
+                (trainer.accelerator, "backward", self._backward),
+                (trainer.accelerator, "pad_across_processes", self._pad),
+                (trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin),
+                (trainer.callback_handler, "on_substep_end", self._on_substep_end),
+                (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
+                (trainer.callback_handler, "on_log", self._on_log),
+            ):
+                stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
+            stack.enter_context(setting(trainer, _join_run=self))
+            with telling_failures(self.channel):
+                yield
+                for reading in self._reading.values():
+                    reading.leave()
+                if isinstance(self._join, (LockstepJoin, PlaceholderLockstep)) and self._join.in_tail:
+                    self._join.sync_buffers()  # no later forward brings the buffers to joined ranks
+                self.driver.rebalancing.close()
+                self.channel.close(meets=True)
 
     def tell_lengths(self, loader: EvenedLoader) -> None:
         """Exchange the lengths of all ranks' loaders; all ranks call this."""
