@@ -76,22 +76,14 @@ def is_dealt_out(loader: Any) -> bool:
 
     The samplers of torch, Lightning and this project do, and any other that has a `rank` and `num_replicas`.
     """
+    parts = [loader]
+    for part in parts:  # the loop extends this list
+        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+        parts += [each for each in inner if not any(each is one for one in (None, *parts))]
     return any(
         isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-        for sampler in _samplers(loader)
+        for sampler in parts[1:]
     )
-
-
-def _samplers(loader: Any) -> Iterator[Any]:
-    known: list[Any] = []
-    waiting = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-    while waiting:
-        sampler = waiting.pop()
-        if sampler is None or any(sampler is one for one in known):
-            continue
-        yield sampler
-        known.append(sampler)
-        waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def sharded_samples(dataloader: object) -> int | None:
