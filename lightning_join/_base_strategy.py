@@ -138,7 +138,7 @@ class Joining(JoiningStrategy):
     def keep_own_shards(self) -> None:
         """Keep the trainer from sharding dataloaders, before a `setup` hook can make it set them up."""
         if self.own_shards and (trainer := _compat.trainer_of(self.lightning_module)) is not None:
-            _compat.set_sharding(trainer, False)
+            _compat.connector(trainer).use_distributed_sampler = False
 
     def begin_joining(self) -> None:
         """Take over the trainer's loops and open the channel, after the process group exists.

@@ -122,7 +122,7 @@ def _check_upgradable(trainer: "pl.Trainer") -> None:
 
 def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
     """Make a plain strategy a joining one with these attributes, until its `undo` is called."""
-    callbacks, shards = list(trainer.callbacks), _compat.shards_dataloaders(trainer)
+    callbacks, shards = list(trainer.callbacks), _compat.connector(trainer).use_distributed_sampler
     on_exception = [each for each in callbacks if _compat.saves_on_exception(each)]
     undo = partial(_undo, trainer, type(strategy), on_exception, callbacks, shards)
     vars(strategy).update(given, undo=undo)
@@ -136,7 +136,7 @@ def _upgrade(trainer: Any, strategy: Any, given: dict[str, Any]) -> None:
 def _undo(trainer: Any, plain: type[Strategy], on_exception: list[Any], callbacks: list[Any], shards: bool) -> None:
     strategy = trainer.strategy
     strategy.end_joining()
-    _compat.set_sharding(trainer, shards)
+    _compat.connector(trainer).use_distributed_sampler = shards
     give_back(trainer)
     strategy.__class__ = plain
     for name in ("joinables", "own_shards", "options", "undo"):

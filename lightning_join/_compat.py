@@ -85,14 +85,9 @@ def is_rays(environment: Any) -> bool:
     return type(environment).__module__.startswith("ray.train.lightning")
 
 
-def shards_dataloaders(trainer: "pl.Trainer") -> bool:
-    """Return what `Trainer(use_distributed_sampler=...)` has set."""
-    return trainer._accelerator_connector.use_distributed_sampler
-
-
-def set_sharding(trainer: "pl.Trainer", shards: bool) -> None:
-    """Set whether a trainer shards dataloaders, as `Trainer(use_distributed_sampler=...)` does."""
-    trainer._accelerator_connector.use_distributed_sampler = shards
+def connector(trainer: "pl.Trainer") -> Any:
+    """Return the object that has what `Trainer(use_distributed_sampler=...)` has set, by the same name."""
+    return trainer._accelerator_connector
 
 
 def has_dataloaders(trainer: "pl.Trainer") -> bool:

@@ -103,7 +103,7 @@ def test_lightnings_trainer_and_strategy() -> None:
     assert {"should_stop", "received_sigterm"} <= {*dir(TRAINER), *vars(TRAINER)}
     shards = inspect.getsource(type(TRAINER._data_connector)._requires_distributed_sampler)
     assert "self.trainer._accelerator_connector.use_distributed_sampler" in shards
-    assert _compat.shards_dataloaders(TRAINER)
+    assert _compat.connector(TRAINER).use_distributed_sampler
     if has("a val_check_interval in seconds"):
         assert "_val_check_time_interval" in vars(TRAINER)
         assert "trainer._last_val_time" in inspect.getsource(_compat.FitLoop.setup_data)
