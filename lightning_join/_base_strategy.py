@@ -274,7 +274,20 @@ class Joining(JoiningStrategy):
         return in_step or self.evaluated_by is not None
 
     @property
+    def in_placeholder(self) -> bool:
+        ranks = self.find_step_ranks() if self.all_call else None
+        return ranks is not None and self.global_rank not in ranks
+
+    def find_step_ranks(self) -> tuple[int, ...] | None:
+        if self.evaluated_by is not None:
+            return self.evaluated_by if len(self.evaluated_by) < self.world_size else None
+        if self.all_call and self.join is not None and self.join.in_tail:
+            return self.join.active_ranks
+        return super().find_step_ranks()
+
+    @property
     def meets_over(self) -> Channel | None:
+        """The channel on which the ranks can meet; `None` outside of a run."""
         return self.channel if self.driver is not None else None
 
     def check_backward(self, everyone: bool) -> None:
@@ -315,7 +328,7 @@ class Joining(JoiningStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self.meet_in_set_up()
-        return super().broadcast(obj, src)
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def __repr__(self) -> str:
         # Appears in the error with which the other package's trainer refuses this object.

@@ -22,7 +22,6 @@ class ActiveCollectives:
     # Whether gathered tensors are certain to have the same shape on all ranks, because all their batches are full.
     gathers_alike = False
     world_size: int
-    global_rank: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -37,8 +36,7 @@ class ActiveCollectives:
     @property
     def in_placeholder(self) -> bool:
         """Whether this rank runs a placeholder."""
-        ranks = self.find_step_ranks() if self.all_call else None
-        return ranks is not None and self.global_rank not in ranks
+        return False
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
         """Return the active ranks, in a step in which some rank has no batch; otherwise `None`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
+from lightning_join._collectives import ActiveCollectives
 from torch_join import UnsupportedError
 from torch_join.integration import (
     PlaceholderLockstep,
@@ -85,7 +86,7 @@ class _WholeResultLauncher(_compat.MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
 
-class FSDPJoinStrategy(Sharded, FSDPStrategy):
+class FSDPJoinStrategy(Sharded, ActiveCollectives, FSDPStrategy):
     """FSDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop until the last rank has finished: it takes part in each
@@ -118,7 +119,7 @@ class FSDPJoinStrategy(Sharded, FSDPStrategy):
             self._launcher = _WholeResultLauncher(self, start_method=self.start_method)
 
 
-class ModelParallelJoinStrategy(Sharded, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Sharded, ActiveCollectives, ModelParallelStrategy):
     """Model parallelism (`fully_shard`, also with tensor parallelism) that trains exactly on uneven dataloaders.
 
     All ranks of a tensor-parallel group must have the same batches.
@@ -137,7 +138,7 @@ class ModelParallelJoinStrategy(Sharded, ModelParallelStrategy):
     strategy_name = "model_parallel_join"
 
 
-class DeepSpeedJoinStrategy(Sharded, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Sharded, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed (ZeRO stages 0 to 3, with CPU offload) that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop until the last rank has finished: it replays the active ranks'

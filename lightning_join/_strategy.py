@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from lightning_join import _compat
 from lightning_join._base_strategy import Joining
 from lightning_join._checks import check_manual, check_strategy
+from lightning_join._collectives import ActiveCollectives
 from lightning_join._loops.optimization import NOTHING
 from lightning_join._training.manual import ManualParticipant
 from torch_join.integration import LockstepJoin, ModelShadow, PlaceholderLockstep
 
 
-class DDPJoinStrategy(Joining, DDPStrategy):
+class DDPJoinStrategy(Joining, ActiveCollectives, DDPStrategy):
     """DDP that trains exactly on uneven dataloaders.
 
     A rank that runs out of batches stays in the fit loop and contributes zero gradients to every all-reduce until the

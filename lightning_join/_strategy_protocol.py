@@ -8,18 +8,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from lightning_join._collectives import ActiveCollectives
 from torch_join.integration import (
     Channel,
     Lockstep,
     ModuleMetrics,
+    Options,
     Rebalancing,
     StepDriver,
     telling_failures,
 )
 
 
-class JoiningStrategy(ActiveCollectives, ParallelStrategy):
+class JoiningStrategy(ParallelStrategy):
     """The strategy's interface for the loops, logging and training modules, none of which imports a concrete strategy.
 
     Attributes:
@@ -38,12 +38,14 @@ class JoiningStrategy(ActiveCollectives, ParallelStrategy):
             otherwise `None`.
     """
 
+    options: Options
     channel = Channel()
     driver: StepDriver | None = None
     join: Lockstep | None = None
     metrics: ModuleMetrics | None = None
     step_values: Any = None
     around_step: ExitStack
+    gathers_alike = False
     sets_up = False
     evaluated_by: tuple[int, ...] | None = None
 
@@ -55,10 +57,7 @@ class JoiningStrategy(ActiveCollectives, ParallelStrategy):
         return self.join is not None and self.join.in_tail and self.join.joined
 
     def find_step_ranks(self) -> tuple[int, ...] | None:
-        if self.evaluated_by is not None:
-            return self.evaluated_by if len(self.evaluated_by) < self.world_size else None
-        if self.all_call and self.join is not None and self.join.in_tail:
-            return self.join.active_ranks
+        """Return the active ranks, in a step in which some rank has no batch; otherwise `None`."""
         return self.driver.ranks if self.driver is not None else None
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch_join.integration import is_sharded_model
 from torch_join.integration import naming_missing as _naming_missing
 
 with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
+    from lightning_join._collectives import ActiveCollectives
     from lightning_join._fabric.joins import Joins
     from lightning_join._fabric.methods import ask_strategies as _ask_strategies
     from lightning_join._fabric.methods import pass_on_zero_grad as _pass_on_zero_grad
@@ -23,7 +24,7 @@ with _naming_missing("2.5.1 to 2.6.6", "lightning.fabric"):
 __all__ = ["DDPJoinStrategy", "DeepSpeedJoinStrategy", "FSDPJoinStrategy", "ModelParallelJoinStrategy"]
 
 
-class DDPJoinStrategy(Joins, DDPStrategy):
+class DDPJoinStrategy(Joins, ActiveCollectives, DDPStrategy):
     """DDP for Fabric that trains exactly on uneven dataloaders.
 
     ```python
@@ -43,7 +44,7 @@ class DDPJoinStrategy(Joins, DDPStrategy):
     """
 
 
-class FSDPJoinStrategy(Joins, FSDPStrategy):
+class FSDPJoinStrategy(Joins, ActiveCollectives, FSDPStrategy):
     """FSDP for Fabric that trains exactly on uneven dataloaders.
 
     Args:
@@ -59,7 +60,7 @@ def _as_it_is(model: nn.Module, _: Any) -> nn.Module:
     return model
 
 
-class ModelParallelJoinStrategy(Joins, ModelParallelStrategy):
+class ModelParallelJoinStrategy(Joins, ActiveCollectives, ModelParallelStrategy):
     """Model parallelism for Fabric (`fully_shard`, also with tensor parallelism), exact on uneven dataloaders.
 
     All ranks of a tensor-parallel group must have the same batches.
@@ -92,7 +93,7 @@ class ModelParallelJoinStrategy(Joins, ModelParallelStrategy):
         return found
 
 
-class DeepSpeedJoinStrategy(Joins, DeepSpeedStrategy):
+class DeepSpeedJoinStrategy(Joins, ActiveCollectives, DeepSpeedStrategy):
     """DeepSpeed for Fabric (ZeRO stages 0 to 3) that trains exactly on uneven dataloaders.
 
     Args:

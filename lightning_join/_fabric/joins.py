@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_join import _compat_fabric as _compat
-from lightning_join._collectives import ActiveCollectives, active_places, is_mean, neutral
+from lightning_join._collectives import active_places, is_mean, neutral
 from lightning_join._fabric.joined_loader import JoinedLoader
 from lightning_join._fabric.operations import Operations
 from lightning_join._reading.samplers import is_dealt_out, mark_injected, without_padding
@@ -47,8 +47,8 @@ T = TypeVar("T")
 _BATCHES = "over both at once: `for a, b in fabric.strategy.batches(zip(a, b))`"
 
 
-class Joins(ActiveCollectives):
-    """A Fabric strategy whose dataloaders serve other ranks; a base class before Fabric's own class.
+class Joins:
+    """A Fabric strategy whose dataloaders serve other ranks; a base class before `ActiveCollectives` and Fabric's.
 
     Args:
         *args: The positional arguments of the Fabric strategy.
@@ -63,6 +63,7 @@ class Joins(ActiveCollectives):
     """
 
     precision: Any
+    world_size: int
     _launcher: Any
     _timeout: timedelta | None
     fabric: Fabric | None = None
@@ -386,7 +387,13 @@ class Joins(ActiveCollectives):
         return self._driver is not None and self._driver.placeholders is not None
 
     @property
+    def in_placeholder(self) -> bool:
+        placeholders = None if self._driver is None else self._driver.placeholders
+        return placeholders is not None and placeholders.losses.joined
+
+    @property
     def meets_over(self) -> Channel | None:
+        """The channel on which the ranks can meet; `None` outside of a loop."""
         return None if self._driver is None else self._driver.tail_log.channel
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
