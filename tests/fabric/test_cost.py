@@ -12,7 +12,7 @@ from tests.support.calls import Calls
 from tests.support.front_ends.fabric import fabric_of, to_the_end
 from tests.support.workers import Workers
 
-STEP, LOOP = 46, 580  # calls at most
+STEP, LOOP = 46, 570  # calls at most
 
 
 def count(rank: int) -> Any:

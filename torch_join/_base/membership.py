@@ -83,11 +83,6 @@ class Membership:
         self.count = counter(weighting, self.name, self._sizes)
         self.meets_late = may_break or self.count is not None
 
-    @property
-    def batch_count(self) -> float | None:
-        """The count of this rank's batch, if batches are counted."""
-        return None if self.count is None else self.counted
-
     def reset(self) -> None:
         """Reset to the state before the first step."""
         self.all_active()

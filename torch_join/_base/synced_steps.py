@@ -13,18 +13,14 @@ Synced = tuple[list[tuple[int, int]], int]  # see `SyncedSteps`: `gaps` and `las
 
 
 class SyncedSteps:
-    """The steps of a loop in which this rank has synced.
-
-    Args:
-        even: The number of steps in which ranks do not meet and all have a batch.
+    """The steps of a loop in which this rank has synced a model's gradients.
 
     Attributes:
         gaps: The first few dozen gaps: the first step without a sync, and the next step with one.
         last: The last step that this covers.
     """
 
-    def __init__(self, even: int = 0) -> None:
-        self._even = even
+    def __init__(self) -> None:
         self.gaps: list[tuple[int, int]] = []
         self.last = -1
 
@@ -34,18 +30,24 @@ class SyncedSteps:
             self.gaps.append((self.last + 1, step))
             self.last = step
 
-    def unmet(self) -> Synced:
-        """Return the part in which ranks do not meet; a rank may have synced as often as the others, elsewhere."""
-        return [(first, end) for first, end in self.gaps if first < self._even], min(self.last, self._even - 1)
+    def before(self, step: int) -> Synced:
+        """Return the gaps that start before a step, and the last of the steps before it that this covers."""
+        return [(first, end) for first, end in self.gaps if first < step], min(self.last, step - 1)
 
 
-def explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
+def explain_mixed(everyone: Mapping[int, Sequence[Synced]], names: Sequence[int]) -> str:
     """Return text for an error if some ranks synced in different steps and have mixed gradients since; else "".
 
     Args:
-        said: By rank, its `SyncedSteps`.
+        everyone: By rank, the `SyncedSteps` of each model.
         names: By rank, its number in the whole job.
     """
+    of_models = (dict(zip(everyone, model, strict=True)) for model in zip(*everyone.values(), strict=False))
+    return next(filter(None, (_explain_mixed(said, names) for said in of_models)), "")
+
+
+def _explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
+    """Do this for one model."""
     for step in sorted({step for gaps, _ in said.values() for gap in gaps for step in gap}):
         without = [rank for rank, (gaps, _) in said.items() if any(first <= step < end for first, end in gaps)]
         others = [rank for rank, (_, last) in said.items() if rank not in without and step <= last]

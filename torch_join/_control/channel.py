@@ -231,7 +231,7 @@ class Channel:
 
         Each rank keeps the value until it passes the next record that this rank writes, or for good if it `lasts`.
         """
-        data = _codec.encode(value)
+        data = value if type(value) is _codec.Encoded else _codec.encode(value)
         with self._links.lock:
             self._node.post(self._number, _FOR_GOOD if lasts else self.records, key, data)
 

@@ -31,7 +31,7 @@ class Status(NamedTuple):
         asked: The number of exchanges of all ranks' places in their loaders that it knows of.
         step: The step of the loop, if it is in one.
         leader: The lowest active rank that it knows of, which writes the log.
-        synced: The steps of the loop in which it has synced gradients.
+        synced: The steps of the loop in which it has synced the gradients of each model.
     """
 
     models: list[list[int]]
@@ -40,7 +40,7 @@ class Status(NamedTuple):
     asked: int = 0
     step: int | None = None
     leader: int = 0
-    synced: Synced = ([], -1)
+    synced: tuple[Synced, ...] = ()
 
 
 class Health(NamedTuple):

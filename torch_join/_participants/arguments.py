@@ -71,8 +71,8 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
         JoinTypeError: No hook takes an option; or a hook takes any option, but the name looks like a misspelt argument
             of `Join`.
     """
-    others = [thing for thing in joinables if not (isinstance(thing, DistributedDataParallel) or is_sharded(thing))]
-    custom = [thing for thing in others if isinstance(thing, Joinable)]
+    found: list[Any] = [thing for thing in joinables if isinstance(thing, Joinable)]
+    custom = [thing for thing in found if not (isinstance(thing, DistributedDataParallel) or is_sharded(thing))]
     hooks = [inspect.signature(thing.join_hook).parameters.values() for thing in custom]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for hook in hooks for parameter in hook)
     named = {parameter.name for hook in hooks for parameter in hook}

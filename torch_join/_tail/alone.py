@@ -90,16 +90,18 @@ class AloneDriver(LoopDriver):
         self.place, self.step_number = Place.LOOP, loop.first
         watch = Stopwatch(loop.first)
         loop.stopwatch = None if self.options.monitor is None or first == OVER else watch
+        count, counted = None if loop.stopwatch is None else self.members.count, None
         try:
             while reader.has_next():
+                counted = None if count is None else reader.count(count)
                 batch = reader.take()
                 watch.take()
                 yield batch
-                watch.ask()
+                watch.ask(counted)
                 self.step_number += 1
         except GeneratorExit:
             reader.leave()
-            watch.leave()
+            watch.leave(counted)
             if not is_left_on_purpose():  # an error ended the loop, so this epoch is not measured
                 loop.stopwatch = None
             raise

@@ -389,7 +389,7 @@ class Attendance(Driver):
             return
         if self.place is Place.LOOP and loop == here.number:
             here.trains.add(model)
-            if self.step_number <= (synced := self.tail_log.synced).last + 1:
+            if self.step_number <= (synced := self.tail_log.synced[model]).last + 1:
                 synced.last = self.step_number
             else:
                 synced.end_gap(self.step_number)

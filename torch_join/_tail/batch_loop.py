@@ -24,7 +24,7 @@ from torch_join._tail.resuming import OVER, check_resumed
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Planned, Schedule
 
 # Exchanged when a loop starts.
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, Synced]
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, list[Synced]]
 # How a rank starts a loop: its code asks for a batch, or never asked (and it has no batches, or has some).
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -105,9 +105,10 @@ class BatchLoop:
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
         begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
-        said = log.channel.gather((*begin, log.synced.unmet()), of=_BEGIN)
+        said = log.channel.gather((*begin, log.synced_unmet()), of=_BEGIN)
         lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*said, strict=True)
-        log.warn_if_mixed(synced)
+        if any(synced):
+            log.warn_if_mixed(synced)
         if driver.begins_with_loop:
             driver.tail.compare_given(everyone)
         compare(hyper, members.global_ranks)
@@ -142,9 +143,10 @@ class BatchLoop:
         if self.asked and placeholder is None and any(length is None or length > mine for length in lengths):
             driver.tail.note(at_last=False)
         log.parting.begin_loop(log.channel)
-        is_certain = isinstance(self.schedule, Certain)
-        log.synced = SyncedSteps(min(self.schedule.lengths or [0]) if is_certain else 0)
+        log.even_steps = min(self.schedule.lengths) if isinstance(self.schedule, Certain) else 0
+        log.synced = {}
         for model in log.models():
+            log.synced[model.index] = SyncedSteps()
             model.begin_loop()
         if driver.options.monitor is not None and self._resumes_at != OVER:
             self.stopwatch = Stopwatch(self.first, given_bytes)
@@ -206,14 +208,15 @@ class BatchLoop:
                         stopwatch.take()
                     yield batch
                     if stopwatch is not None:
-                        stopwatch.ask(driver.members.batch_count)
+                        stopwatch.ask(driver.step.batch_count)
                     loop.reads_ahead = loop.reads_ahead or not loop.forwarded
                     if not loop.is_current:
                         if loop.reader.has_next():
                             raise _nesting.left_behind()
                         return
                     driver.step_number += 1
-            loop.end_placeholders()
+            if placeholders is not None:
+                loop.end_placeholders()
         except GeneratorExit:
             on_purpose = is_left_on_purpose()
             if loop.is_current and on_purpose and loop._is_at_end:
@@ -275,7 +278,7 @@ class BatchLoop:
         """End a loop, closed after this rank's last batch, as if user code had asked for another batch."""
         driver, log = self.driver, self.driver.tail_log
         if self.stopwatch is not None:
-            self.stopwatch.ask(driver.members.batch_count)
+            self.stopwatch.ask(driver.step.batch_count)
         driver.step_number += 1
         # An error raised while a generator closes is lost, so `telling` raises it again at this rank's next meeting.
         with suppress(BaseException):
@@ -296,7 +299,7 @@ class BatchLoop:
         """Leave the loop by `break`; `at_once` unless user code has run since the `break`."""
         driver, log, in_tail = self.driver, self.driver.tail_log, self.driver.members.announces
         if self.stopwatch is not None:
-            self.stopwatch.leave(driver.members.batch_count)
+            self.stopwatch.leave(driver.step.batch_count)
         (self.source or self.reader).leave()
         log.remember_gradients()
         lengths, ends_at = self.schedule.lengths, driver.step_number + 1
@@ -336,7 +339,7 @@ class BatchLoop:
             driver.meet_without_input()
 
     def end_placeholders(self) -> None:
-        """End a loop in which finished ranks ran placeholders; all ranks call this."""
+        """End a loop in which finished ranks run placeholders, if this is one; all ranks call this."""
         if self.placeholders is not None:
             with self.driver.tail_log.telling():
                 self.driver.own_taken += self.placeholders.finish()

@@ -40,6 +40,13 @@ class Step:
         self.check = None  # else a cycle would keep the group
         self.ending: Sequence[int] = ()
 
+    @property
+    def batch_count(self) -> float | None:
+        """The count of this rank's batch, if batches are counted; does not wait for other ranks."""
+        if self._members.count is None:
+            return None
+        return self._members.counted if self._due is None else self._due[0]
+
     def know(self, number: int, lengths: Sequence[int]) -> None:
         """Move to the step of this number; all ranks' numbers of batches are certain."""
         self.is_last = number + 1 >= max(lengths)

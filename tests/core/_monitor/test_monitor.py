@@ -166,6 +166,25 @@ def test_a_loop_that_ranks_leave(workers: Workers) -> None:
         assert epoch.ranks[1].idle_seconds == 0
 
 
+def counts(rank: int) -> list[list[float | None]]:
+    """Leave the loop in its third step, before a forward; return what each rank counted."""
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    monitor = JoinMonitor()
+    for weighting in ("samples", "world"):
+        with Join([model], weighting=weighting, may_break=True, monitor=monitor) as join:
+            for step, batch in enumerate(join.batches([torch.ones(rows + rank, 1) for rows in (1, 2, 4, 8)])):
+                if step == 2:
+                    break
+                model(batch).sum().backward()
+    return [[rank.counted for rank in epoch.ranks] for epoch in monitor.epochs]
+
+
+def test_it_counts_each_batch_that_was_taken(workers: Workers) -> None:
+    for world_size in (1, 2):
+        for found in workers.run(world_size, counts):
+            assert found == [[7.0, 10.0][:world_size], [None, None][:world_size]]
+
+
 def test_a_sharded_model(workers: Workers) -> None:
     for epochs, *_ in workers.run(3, _train, LENGTHS, {"sharded": True, "evaluates": True}):
         assert [[rank.batches for rank in epoch.ranks] for epoch in epochs] == [[*LENGTHS]] * 2
