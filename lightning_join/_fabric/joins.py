@@ -281,14 +281,13 @@ class Joins:
         own_loops.finish(self)
         joined.tell_epoch(loader)
         if (driver := self._driver) is None:
-
-            def read(join: Join, loader: Iterable[T]) -> Iterator[T]:
-                return self._read(joined, driver_of(join), loader)
-
+            read = partial(self._read, joined)
             return iter(own_loops.Loop(self, loader, self._context, read, True, "fabric.barrier()"))
-        return self._nested(driver, loader) if driver.in_loop else self._read(joined, driver, loader)
+        return self._nested(driver, loader) if driver.in_loop else self._read(joined, None, loader)
 
-    def _read(self, joined: "JoinedLoader[T]", driver: LoopDriver, loader: Iterable[T]) -> Iterator[T]:
+    def _read(self, joined: "JoinedLoader[T]", _: Join | None, loader: Iterable[T]) -> Iterator[T]:
+        driver = self._driver
+        assert driver is not None  # that of the loop's `Join`, which is entered
         if (loaded := driver.positions.loaded) is not None:  # by the `Join` of `joining`
             joined.positions.load(loaded)
             driver.positions.loaded = None

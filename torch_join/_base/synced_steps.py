@@ -30,10 +30,6 @@ class SyncedSteps:
             self.gaps.append((self.last + 1, step))
             self.last = step
 
-    def before(self, step: int) -> Synced:
-        """Return the gaps that start before a step, and the last of the steps before it that this covers."""
-        return [(first, end) for first, end in self.gaps if first < step], min(self.last, step - 1)
-
 
 def explain_mixed(everyone: Mapping[int, Sequence[Synced]], names: Sequence[int]) -> str:
     """Return text for an error if some ranks synced in different steps and have mixed gradients since; else "".

@@ -105,10 +105,9 @@ class BatchLoop:
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
         begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
-        said = log.channel.gather((*begin, log.synced_unmet()), of=_BEGIN)
+        said = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
         lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*said, strict=True)
-        if any(synced):
-            log.warn_if_mixed(synced)
+        log.warn_if_mixed(synced)
         if driver.begins_with_loop:
             driver.tail.compare_given(everyone)
         compare(hyper, members.global_ranks)
@@ -143,7 +142,6 @@ class BatchLoop:
         if self.asked and placeholder is None and any(length is None or length > mine for length in lengths):
             driver.tail.note(at_last=False)
         log.parting.begin_loop(log.channel)
-        log.even_steps = min(self.schedule.lengths) if isinstance(self.schedule, Certain) else 0
         log.synced = {}
         for model in log.models():
             log.synced[model.index] = SyncedSteps()

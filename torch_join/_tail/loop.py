@@ -117,12 +117,11 @@ class LoopDriver(Attendance):
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
             # This gather keeps each process alive until all ranks get here.
-            words = hyperparameters(self.given), self.tail_log.synced_unmet()
+            words = hyperparameters(self.given), self.tail_log.synced_steps()
             said = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, list[Synced]])
             everyone, synced = zip(*said, strict=True)
             compare(everyone, self.members.global_ranks)
-            if any(synced):
-                self.tail_log.warn_if_mixed(synced)
+            self.tail_log.warn_if_mixed(synced)
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, cast
 
 from torch_join._base.errors import JoinDriftWarning, JoinError
@@ -55,7 +56,6 @@ class TailLog(Announcer):
         hears_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
         has_to_meet: Whether a meeting is deferred, or this rank has to finish a loop that it left.
-        even_steps: The number of the loop's steps in which all ranks have a batch and do not meet.
         synced: By model (its participant's index), the steps of the loop in which this rank has synced gradients.
         asked: The number of exchanges of all ranks' places in their loaders that this rank knows of.
         raised: The error that `telling` has reported.
@@ -76,7 +76,6 @@ class TailLog(Announcer):
         self._meet = meet
         self.loader: Callable[[], tuple[int, list[int]] | None] = lambda: None  # see `Status`
         self.step: Callable[[], int | None] = lambda: None
-        self.even_steps = 0
         self.synced: dict[int, SyncedSteps] = {}
         self.backwards = Backwards(self, members, check_backward)
         self.hears_asides = False
@@ -126,12 +125,12 @@ class TailLog(Announcer):
         """Return the participants that are models."""
         return [cast(LoopModel, each) for each in self.participants if each.is_model]
 
-    def synced_unmet(self) -> list[Synced]:
-        """Return, by model, the steps of the last loop in which this rank synced, and in which ranks did not meet."""
-        return [each.before(self.even_steps) for each in self.synced.values()] if self.even_steps else []
+    def synced_steps(self) -> list[Synced]:
+        """Return, by model, the `SyncedSteps` of the last loop."""
+        return [*map(attrgetter("gaps", "last"), self.synced.values())]
 
     def warn_if_mixed(self, synced: Sequence[list[Synced]]) -> None:
-        """Warn if ranks synced in different steps of the last loop; given each rank's `synced_unmet`."""
+        """Warn if ranks synced in different steps of the last loop; given each rank's `synced_steps`."""
         if self.members.rank or synced.count(synced[0]) == len(synced):
             return
         if mixed := explain_mixed(dict(enumerate(synced)), self.members.global_ranks):
@@ -428,11 +427,8 @@ class TailLog(Announcer):
     def _status(self) -> Status:
         word = self.agreement.word if self._counts else None
         models = [[each.forwards, each.synced] for each in self.models()]
-        leader, synced = (
-            min(self.members.active, default=0),
-            tuple((one.gaps, one.last) for one in self.synced.values()),
-        )
-        return Status(models, word, self.loader(), self.asked, self.step(), leader, synced)
+        leader = min(self.members.active, default=0)
+        return Status(models, word, self.loader(), self.asked, self.step(), leader, tuple(self.synced_steps()))
 
 
 def _record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
