@@ -43,7 +43,7 @@ def explain_mixed(everyone: Mapping[int, Sequence[Synced]], names: Sequence[int]
 
 
 def _explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
-    """Do this for one model."""
+    """Return the text for one model."""
     for step in sorted({step for gaps, _ in said.values() for gap in gaps for step in gap}):
         without = [rank for rank, (gaps, _) in said.items() if any(first <= step < end for first, end in gaps)]
         others = [rank for rank, (_, last) in said.items() if rank not in without and step <= last]

@@ -88,11 +88,11 @@ def check_options(options: Mapping[str, Any], joinables: Sequence[Any]) -> None:
 
 
 def refuse_misspelt(*names: str, owner: str = "Join", options: Sequence[str] = _all, also: Sequence[str] = ()) -> None:
-    """Raise if a name looks like a misspelt option, which whatever takes any name would swallow.
+    """Raise if a name looks like a misspelt option: a function that accepts any name would ignore it.
 
     Args:
         names: The names that a user gave.
-        owner: What takes the options, for the error.
+        owner: The name of the class or function that has the options.
         options: The options of `owner`; by default, those of `Join`.
         also: Further options.
 
