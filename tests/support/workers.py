@@ -259,6 +259,7 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
             time.sleep(0.01)
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            _forget_meshes()
             if device == emulator.DEVICE:
                 emulator.installed().abandon()
                 emulator.installed().take_races()
@@ -266,6 +267,15 @@ def _serve(connection: Connection, rank: int, stack_file: str, device: str) -> N
             sys.stdout.flush()
             sys.stderr.flush()
         connection.send(replace(outcome, ends=_is_worn_out()))
+
+
+def _forget_meshes() -> None:
+    """Clear what torch keeps of the last run's meshes: a mesh of the same shape gets the groups of the kept one."""
+    if (tensors := sys.modules.get("torch.distributed.tensor")) is None:
+        return
+    tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # newer than 2.6
+        clear()
 
 
 def _is_worn_out() -> bool:
