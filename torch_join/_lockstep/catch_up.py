@@ -98,10 +98,16 @@ class CatchUp:
         mine = {} if digests is None else digests.read()
         if in_step:
             mine = {name: digest for name, digest in mine.items() if not name.endswith(": buffers")}
-        said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
-        compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
+        # Within a step only what makes ranks differ matters; whether active ranks' options agree is asked after the tail.
+        options = None if in_step else hyperparameters(self._objects)
+        said = self._channel.gather((options, mine), of=tuple[Hyperparameters | None, dict[str, int]])
+        if not in_step:
+            names = [self._channel.global_ranks[rank] for rank in self._active]
+            compare([said[rank][0] for rank in self._active], names)
         first = said[source][1]
         differ = {name for _, theirs in said for name in first.keys() | theirs if first.get(name) != theirs.get(name)}
+        if in_step and not differ:
+            return
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)

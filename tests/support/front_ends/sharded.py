@@ -53,7 +53,11 @@ def fits_torch(recipe: Recipe) -> bool:
         needed.append("FSDPModule.set_reduce_scatter_unused_params")
     if recipe.api == "fsdp2" and recipe.no_sync and recipe.model in STRAYS:
         needed.append("fully_shard's reduction of what the last backward does not come to")
-    return all(map(has, needed))
+    options = recipe.options
+    # An evaluation prefetches for the backward that does not come, and the state is then gathered in another dtype.
+    gathers_twice = recipe.model == "skipping" and recipe.evaluation == "same with" and "precision" in options
+    kept = options.get("prefetch") == "BACKWARD_POST" and "SHARD_GRAD_OP" in options.get("strategy", "")
+    return all(map(has, needed)) and not (gathers_twice and kept)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
