@@ -10,7 +10,6 @@ after the handover    all of these again, with every bit; buffers; which `.grad`
                       of the given objects and forgotten objects, if they were equal on all ranks before
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from torch_join._base.errors import JoinDriftWarning, name_ranks
 from torch_join._base.pytree import Slot, leaves
 from torch_join._control.channel import Channel
 from torch_join._handover.buffers import UnsyncedBuffers
-from torch_join._handover.digest import checksums
+from torch_join._handover.digest import checksums, hash_of
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.reachable import reachable
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
@@ -111,7 +110,12 @@ class Audit:
         return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
 
     def end(
-        self, channel: Channel, local: frozenset[int], has_gradients: bool, stepped: Sequence[int] | None = None
+        self,
+        channel: Channel,
+        local: frozenset[int],
+        has_gradients: bool,
+        stepped: Sequence[int] | None = None,
+        settled: bool = False,
     ) -> None:
         """Compare the ranks after the handover; every rank calls this.
 
@@ -120,12 +124,13 @@ class Audit:
             local: The result of `local`.
             has_gradients: Whether the last backward has averaged the gradients.
             stepped: The ranks that were active in the last step, if known. A value that differs between these is local.
+            settled: Whether the states are known to be equal, so that only other values are compared.
         """
         before, joined = self._before, self.joined
         if not self._often:
             self.forget()
             return
-        parameters, rest = self._captured(local, exact=True, takes=True)
+        parameters, rest = ({}, {}) if settled else self._captured(local, exact=True, takes=True)
         after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
         kept = self.forgotten.kept
@@ -196,7 +201,7 @@ class Audit:
                             if isinstance(leaf, Slot):
                                 rest[names.setdefault(leaf.index, path)] = capture.tensors[leaf.index]
                             else:
-                                rest[path] = _hash(leaf) if isinstance(leaf, bytes) else leaf
+                                rest[path] = hash_of(leaf) if isinstance(leaf, bytes) else leaf
         return parameters, rest
 
     def _found(self) -> Leaves:
@@ -275,7 +280,7 @@ def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _LENGTH else f"#{_hash(text.encode())}"
+    return text if len(text) <= _LENGTH else f"#{hash_of(text.encode())}"
 
 
 def _differences(
@@ -283,7 +288,7 @@ def _differences(
 ) -> list[dict[str, list[Any]]]:
     """Return the differences by rank: at the join, in the state handed over, in found values, gradients, averages."""
     looked = {f"before, {key}": items for key, items in before.items()} | after
-    digests = {key: _hash(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
+    digests = {key: hash_of(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
     kept = kept or {}
     digests["kept"] = "asked" if {"changed", "unknown"} & {*kept.values()} else ""
     everyone = channel.gather(digests, of=dict[str, str])
@@ -325,10 +330,6 @@ def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for items in everyone for name in items)
     said = {name: [items.get(name) for items in everyone] for name in names}
     return {name: values for name, values in said.items() if len(set(values)) > 1}
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:

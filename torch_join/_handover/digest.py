@@ -53,6 +53,11 @@ class Digests:
         return found
 
 
+def hash_of(data: bytes) -> str:
+    """Return a hash of some bytes, which is the same in each process."""
+    return hashlib.blake2b(data, digest_size=_WORD).hexdigest()
+
+
 def checksums(tensors: Sequence[Tensor], exact: bool = True) -> list[int]:
     """Return a checksum of each tensor, which depends on its bytes and their order.
 

@@ -13,8 +13,10 @@ import torch
 
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
+from torch_join._compat.ddp import zero_shard
 from torch_join._handover.audit import Audit
 from torch_join._handover.buffers import Unsynced, UnsyncedBuffers
+from torch_join._handover.digest import checksums, hash_of
 from torch_join._handover.early_exit import digests_of
 from torch_join._handover.forgotten import Forgotten
 from torch_join._handover.handover import hand_over
@@ -83,11 +85,8 @@ class CatchUp:
         self._gives = self._buffers.agree(self._channel)
 
     @torch.inference_mode(False)
-    def take(self, in_step: bool = False) -> None:
+    def take(self) -> None:
         """Copy the states that joined ranks lack; all ranks call this, after a tail.
-
-        Args:
-            in_step: Whether the step continues. Buffers, yet to be synced, are then not copied, and nothing warns.
 
         Raises:
             JoinError: The hyperparameters differ on ranks that ran the same steps.
@@ -96,23 +95,30 @@ class CatchUp:
         assert source is not None
         digests = digests_of(self._states)
         mine = {} if digests is None else digests.read()
-        if in_step:
-            mine = {name: digest for name, digest in mine.items() if not name.endswith(": buffers")}
-        # Within a step only what makes ranks differ matters; whether active ranks' options agree is asked after the tail.
-        options = None if in_step else hyperparameters(self._objects)
-        said = self._channel.gather((options, mine), of=tuple[Hyperparameters | None, dict[str, int]])
-        if not in_step:
-            names = [self._channel.global_ranks[rank] for rank in self._active]
-            compare([said[rank][0] for rank in self._active], names)
+        said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
+        compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
         first = said[source][1]
         differ = {name for _, theirs in said for name in first.keys() | theirs if first.get(name) != theirs.get(name)}
-        if in_step and not differ:
-            return
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)
             if differ:  # it is equal on all ranks; if `lacking` is not, this raises
                 hand_over(lacking, source, self._channel, self._group, local)
-            if not in_step:
-                self._source = None
-                self._audit.end(self._channel, local, has_gradients=False, stepped=self._active)
+            self._source = None
+            settled = not differ and digests is not None  # nothing has been handed over, and the states are equal
+            self._audit.end(self._channel, local, False, self._active, settled)
+
+    @torch.inference_mode(False)
+    def take_shards(self, zeros: Sequence[Any]) -> None:
+        """Copy the states if a joined rank is about to step its shard from others; all ranks call this in such a step.
+
+        Args:
+            zeros: The `ZeroRedundancyOptimizer`s.
+        """
+        joined = [rank for rank in range(self._channel.world_size) if rank not in self._active]
+        shards = [p for zero in zeros for rank in joined for p in zero_shard(zero, rank)]
+        digest = hash_of(repr((checksums(shards), hyperparameters(zeros))).encode())
+        if len({*self._channel.gather(digest, of=str)}) > 1:
+            with on_device(self._group):
+                local = self._audit.local(self._channel)
+                hand_over(self._states, self._active[0], self._channel, self._group, local)

@@ -330,8 +330,8 @@ class LockstepJoin(Lockstep):
             `False` if it is known that no rank has a loss, which is unknown without a sync.
         """
         has_loss = self._run_backward(backward)
-        if self._syncs and self.in_tail and any(map(is_sharded, self._stepped)):
-            self._states.take(in_step=True)  # since a joined rank is about to step a part of all ranks' parameters
+        if self._syncs and self.in_tail and (zeros := [each for each in self._stepped if is_sharded(each)]):
+            self._states.take_shards(zeros)
         return has_loss
 
     def _run_backward(self, backward: Callable[[], None]) -> bool:
