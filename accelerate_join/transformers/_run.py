@@ -1,6 +1,5 @@
 """One run of `train`, `evaluate` or `predict`: the active ranks of each step, and the operations of all ranks."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +22,8 @@ from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._monitor import JoinMonitor
 from accelerate_join.transformers._position import Position
 from accelerate_join.transformers._stopping import Stopping
-from torch_join import JoinDataWarning, JoinError, JoinValueError, JoinWarning, UnsupportedError
+from accelerate_join.transformers._window import Window, shown_loss
+from torch_join import JoinDataWarning, JoinError, JoinWarning, UnsupportedError
 from torch_join.integration import (
     Beginning,
     Evened,
@@ -36,7 +36,6 @@ from torch_join.integration import (
     broadcast,
     check_monitored,
     dealt_again,
-    factor_of_count,
     follow_sharded_model,
     is_closed,
     make_placeholder,
@@ -87,8 +86,6 @@ class Run:
         self._begins: dict[bool, bool] = {}  # same keys: whether Trainer is about to iterate over the loader
         self._computed = self._backwards = 0  # calls in the current training step
         self._epoch_ends = False  # whether Trainer has reached the end of an epoch
-        self._window_ranks: set[int] = set()  # the ranks with a batch in the current optimizer step
-        self._window_total = 0.0  # the sum of all ranks' counts in the current optimizer step
         self._factor: float | None = None  # the factor of the loss, inside a training step
         self._around_step = ExitStack()
         self._monitors = [each for each in trainer.callback_handler.callbacks if isinstance(each, JoinMonitor)]
@@ -101,6 +98,7 @@ class Run:
         trainer = self._trainer
         use_device(trainer.args.device, None)  # before the channel, which may depend on it
         self.channel = open_channel(timeout=timedelta(seconds=trainer.args.ddp_timeout))
+        self._window = Window(trainer, self.channel.world_size)
         runs_ahead = trainer.args.device.type != "cpu" and not trainer.args.logging_nan_inf_filter
         self.stopping = Stopping(self.channel, trainer.args.device if runs_ahead else None)
         self.driver = StepDriver(self.channel, trainer.join_options, _rows_of)
@@ -246,7 +244,7 @@ class Run:
         self._wrapper = wrapper
         if self.driver.options.placeholder is not None:
             self._join = PlaceholderLockstep(self.driver, _prepared.unwrap(wrapper))
-            self._join.weighting = "world"  # Trainer divides by counts: see `_factors`
+            self._join.weighting = "world"  # Trainer divides by counts: see `Window.factors`
             return self._join
         if _prepared.is_called_itself(wrapper):
             self._model = None
@@ -281,7 +279,7 @@ class Run:
             monitor.note_step(join.joined, join.batch_count)
         averages = self._trainer.args.average_tokens_across_devices
         join.remarks.weighs_items = num_items_in_batch is not None and averages
-        factor, shown = self._factors(step, num_items_in_batch)
+        factor, shown = self._window.factors(step, num_items_in_batch)
         if isinstance(join, PlaceholderLockstep):
             own = partial(own, model, num_items_in_batch=num_items_in_batch, **kwargs)
             return self._run_step(join, own, inputs, factor, shown)
@@ -301,7 +299,7 @@ class Run:
                 f" accelerator.backward {self._backwards} times. Call each of them once, because a finished rank can"
                 " follow only one call."
             )
-        return _shown(loss, shown)
+        return shown_loss(loss, shown)
 
     def _run_step(
         self, join: PlaceholderLockstep, own: Callable[..., Tensor], inputs: Any, factor: float, shown: float
@@ -322,7 +320,7 @@ class Run:
                 self._log_told()
                 return self._loss_of_no_batch()
             self.driver.parting = []
-        return _shown(loss, shown)
+        return shown_loss(loss, shown)
 
     @property
     def joined(self) -> bool:
@@ -401,66 +399,11 @@ class Run:
         join.backward(backward)
         self._serve(join)
 
-    def _factors(self, step: ReadStep, num_items: Any) -> tuple[float, float]:
-        """Return two factors of a rank's loss: for backward, and for showing the mean of all ranks."""
-        trainer, weighting, world_size = self._trainer, self._trainer.weighting, self.channel.world_size
-        if num_items is not None:
-            if weighting in ("active", "samples"):
-                raise UnsupportedError(
-                    f"weighting={weighting!r} cannot be used: {type(trainer).__name__} already divides the loss by"
-                    " the number of items in all ranks' batches (num_items_in_batch). Use weighting='world', or a"
-                    " function that counts items in place of Trainer. If your compute_loss does not divide, set"
-                    " model_accepts_loss_kwargs = False on the trainer."
-                )
-            # Without averaging, a rank divides by the items of its own micro-batches, and a window has one loss.
-            averages = trainer.args.average_tokens_across_devices
-            return 1.0, 1.0 if averages else world_size / len(self._window_ranks or step.active_ranks)
-        if callable(weighting):
-            # Replaces Trainer's division by the number of micro-batches.
-            factor = trainer.current_gradient_accumulation_steps * factor_of_count(
-                world_size, step.counted, self._window_total
-            )
-            return factor, factor
-        if weighting == "samples":
-            factor = factor_of_count(world_size, step.counted, step.total)
-            return factor, factor
-        shown = world_size / len(step.active_ranks)
-        return (shown if weighting == "active" else 1.0), shown
-
     def begin_window(self, batches: Sequence[Any], num_items: Any) -> Any:
-        """Start an optimizer step; do nothing in an evaluation, where Trainer calls this too.
-
-        Args:
-            batches: The step's micro-batches.
-            num_items: The number of items by which Trainer would divide its loss; `None` if it does not.
-
-        Returns:
-            The number by which Trainer divides it.
-
-        Raises:
-            JoinValueError: That number is zero.
-            UnsupportedError: Each rank would divide by a different number.
-        """
-        if not batches or self._evaluation is not None:
+        """Start an optimizer step of these batches, see `Window.begin`; do nothing in an evaluation."""
+        if not batches or self._evaluation is not None:  # Trainer calls this there, too
             return num_items
-        steps = self._reading[True].steps_of(batches)
-        self._window_ranks = {rank for step in steps for rank in step.active_ranks}
-        if not callable(self._trainer.weighting):
-            return num_items
-        self._window_total = math.fsum(step.total for step in steps)
-        if num_items is None:
-            return None
-        if not self._trainer.args.average_tokens_across_devices:
-            raise UnsupportedError(
-                "A weighting function cannot be combined with average_tokens_across_devices=False, which divides the"
-                " loss by each rank's own number of items. Remove one of them."
-            )
-        if not self._window_total:
-            raise JoinValueError(
-                "`weighting` returned 0 for all batches of a step, and Trainer would divide their loss by 0. Remove"
-                " such batches from the dataloader."
-            )
-        return torch.as_tensor(self._window_total, device=self._trainer.args.device)
+        return self._window.begin(self._reading[True].steps_of(batches), num_items)
 
     def hand_over_kept(self) -> None:
         """Bring ranks that missed steps up to date, including the attributes in `kept`; all ranks call this."""
@@ -534,12 +477,6 @@ def _rows_of(batch: Any) -> int:
             " a tensor with one row per sample, or use another weighting."
         )
     return rows
-
-
-def _shown(loss: Tensor, factor: float) -> Tensor:
-    """Return the loss for the sum that Trainer gathers from all ranks, which needs the same dtype on each."""
-    loss = loss.float() if loss.dtype == torch.float64 else loss
-    return loss if factor == 1.0 else loss * factor
 
 
 def _skip(loader: Any, number: int) -> Any:

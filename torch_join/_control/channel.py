@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from torch_join._base.errors import JoinError, JoinTimeoutError, JoinValueError, PeerFailedError, raise_any
+from torch_join._base.errors import JoinError, JoinValueError, PeerFailedError, raise_any
 from torch_join._control import codec as _codec
 from torch_join._control._links import node as _node
 from torch_join._control._links.tree import Tree
-from torch_join._control.deadlock import DEADLOCK, LEFT_AT, Watch
+from torch_join._control.deadlock import LEFT_AT, Watch
 from torch_join._control.peers import LEFT, MOST_TEXT
 from torch_join._control.reports import BarrierResult, Health, Status
 
@@ -336,24 +336,9 @@ class Channel:
 
     def _known_failure(self) -> JoinError | None:
         if self._heard is None and (data := self._stream.failure) is not None:
-            self._heard = self._read_failure(data)
+            self._heard = self._peers.read_failure(data, self._told)
         # Return a copy: a raised error keeps the frames that it passed, and with them this channel, alive.
         return None if self._heard is None else copy.copy(self._heard)
-
-    def _read_failure(self, data: bytes) -> JoinError | None:
-        me = self.global_ranks[self.rank]
-        try:
-            rank, reason = _codec.decode(data, tuple[int, str])
-        except _codec.Malformed as problem:
-            error = _codec.foreign("a failure", problem)
-            return PeerFailedError(f"Rank {me} cannot continue, because another rank may have failed. {error}")
-        if reason.startswith(DEADLOCK):
-            return JoinError(reason)
-        if rank == self.rank:
-            if self._told is not None:
-                return None
-            return PeerFailedError(f"The other ranks continued or exited without rank {me}: {reason}")
-        return self._peers.error(rank, reason)
 
     def failure_check(self) -> Callable[[], None]:
         """Return a function to call repeatedly while waiting for another rank outside this channel.
@@ -418,9 +403,7 @@ class Channel:
         if failure is not None:
             return failure, health
         if silent:
-            why = self._peers.why_silent(silent)
-            text = f"{what}, and {self._peers.name(silent)} did not answer: {why}"
-            return PeerFailedError(text, ranks[silent[0]], f"it does not answer: {why}"), health
+            return self._peers.silent(what, silent), health
         return self.explain({ranks[rank]: status for rank, (_, status) in answers.items()}), health
 
     def _place(self) -> bytes:
@@ -505,14 +488,7 @@ class Channel:
         why, (answers, _) = self.find_why(waited)
         if why is not None:
             return why
-        busy = [rank for rank, (waits, _) in answers.items() if not waits]
-        who = f"{self._peers.name(busy)} did not reach it" if busy else "all wait"
-        return JoinTimeoutError(
-            f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
-            " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
-            " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself"
-            " (pass the counter to Join). Run `py-spy dump` to see where the ranks are."
-        )
+        return self._peers.late(waited, [rank for rank, (waits, _) in answers.items() if not waits])
 
 
 def _units(count: float) -> int:

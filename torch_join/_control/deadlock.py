@@ -25,7 +25,7 @@ from torch_join._compat import whereabouts as _compat
 from torch_join._compat.operators import groups_of_this_rank
 from torch_join._control import codec as _codec
 from torch_join._control._links.tree import Tree
-from torch_join._control.peers import MOST_TEXT
+from torch_join._control.peers import DEADLOCK, MOST_TEXT
 from torch_join._control.reports import Status
 
 LOOKS_EVERY = 3.0  # seconds between checks; a rank found in the same place three times starts a roll call
@@ -34,7 +34,6 @@ _ANSWERS_WITHIN = 0.5
 _MOST_PAUSE = 10.0
 _TELLS_AFTER, _TELLS_EVERY = 30.0, 60.0
 _MOST_PORTS = 512
-DEADLOCK = "Deadlock: these ranks wait for each other: "
 LEFT_AT = "left/"  # the name under which a rank posts its last place
 _LOG = logging.getLogger("torch_join")
 _Connection = tuple[str, int, str, int]  # the address and port of this end, and of the other end

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_join._base.errors import PeerFailedError, name_ranks
+from torch_join._base.errors import JoinError, JoinTimeoutError, PeerFailedError, name_ranks
 from torch_join._compat.launchers import note_victim
+from torch_join._control import codec as _codec
 
 _EXITING = 4  # the system's PF_EXITING: the process has closed its files, or is closing them
 _SUSPECT_SECONDS = 0.9
@@ -17,6 +18,7 @@ GONE = (
     "its process is gone: it was killed, or exited without an error. Check its log, and the system log for an OOM kill."
 )
 BROKEN = "the link between ranks"
+DEADLOCK = "Deadlock: these ranks wait for each other: "
 LEFT = "it destroyed the process group or exited before the others."
 
 
@@ -104,11 +106,39 @@ class Peers:
         note_victim(text)
         return PeerFailedError(text, other, reason)
 
-    def why_silent(self, ranks: Iterable[int]) -> str:
-        """Return a text with the possible reasons why ranks do not answer."""
+    def read_failure(self, data: bytes, told: str | None) -> JoinError | None:
+        """Return the error of a failure that reached this rank, which has `told` the others of its own, if any."""
+        me = self.global_ranks[self.rank]
+        try:
+            rank, reason = _codec.decode(data, tuple[int, str])
+        except _codec.Malformed as problem:
+            error = _codec.foreign("a failure", problem)
+            return PeerFailedError(f"Rank {me} cannot continue, because another rank may have failed. {error}")
+        if reason.startswith(DEADLOCK):
+            return JoinError(reason)
+        if rank == self.rank:
+            if told is not None:
+                return None
+            return PeerFailedError(f"The other ranks continued or exited without rank {me}: {reason}")
+        return self.error(rank, reason)
+
+    def silent(self, what: str, ranks: Sequence[int]) -> PeerFailedError:
+        """Return the error of a problem on this rank, described by `what`, where these ranks do not answer."""
         hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
         gone = f", or the host ({', '.join(hosts)}) or the network to it is gone" if hosts else ""
-        return f"killed, or stopped{gone}. Read its log."
+        why = f"killed, or stopped{gone}. Read its log."
+        text = f"{what}, and {self.name(ranks)} did not answer: {why}"
+        return PeerFailedError(text, self.global_ranks[ranks[0]], f"it does not answer: {why}")
+
+    def late(self, waited: str, busy: Sequence[int]) -> JoinTimeoutError:
+        """Return the error of a rank that has `waited` for longer than its timeout, while these do something else."""
+        who = f"{self.name(busy)} did not reach it" if busy else "all wait"
+        return JoinTimeoutError(
+            f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
+            " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
+            " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself"
+            " (pass the counter to Join). Run `py-spy dump` to see where the ranks are."
+        )
 
     def name(self, ranks: Iterable[int]) -> str:
         """Return the ranks' global numbers in words."""
