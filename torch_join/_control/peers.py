@@ -107,7 +107,7 @@ class Peers:
         return PeerFailedError(text, other, reason)
 
     def read_failure(self, data: bytes, told: str | None) -> JoinError | None:
-        """Return the error of a failure that a rank has reported; `told` is what this rank itself has reported, if any."""
+        """Return the error of a failure that a rank has reported; `told` is what this rank has reported itself."""
         me = self.global_ranks[self.rank]
         try:
             rank, reason = _codec.decode(data, tuple[int, str])
