@@ -44,7 +44,7 @@ def of_fabric(net: nn.Module, batches: Batches, does: str) -> dict[str, Any]:
 
     import lightning_join.fabric  # noqa: F401
 
-    fabric = Fabric(strategy="ddp_join", accelerator="cpu", devices=1, num_nodes=2)
+    fabric = Fabric(strategy="ddp_join", accelerator="cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)  # type: ignore[arg-type]
@@ -88,7 +88,9 @@ def of_lightning(net: nn.Module, batches: Batches, does: str) -> dict[str, Any]:
 
     options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     options |= {"enable_model_summary": False, "use_distributed_sampler": False, "max_epochs": 1}
-    pl.Trainer(strategy="ddp_join", accelerator="cpu", devices=1, num_nodes=2, **options).fit(Module())
+    pl.Trainer(
+        strategy="ddp_join", accelerator="cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), **options
+    ).fit(Module())
     return {}
 
 
@@ -127,7 +129,7 @@ KINDS: dict[str, Callable[[nn.Module, Batches, str], dict[str, Any]]] = {
 
 
 def main(kind: str, does: str) -> None:
-    """Train: rank 0 has two steps, rank 1 five."""
+    """Train: rank 0 has two steps, rank 1 five, rank 2 eight."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     net = nn.Linear(1, 1).double()

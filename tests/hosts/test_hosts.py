@@ -15,7 +15,8 @@ from torch import nn
 
 from tests.hosts.training import KINDS
 
-NAMES = (f"tj{os.getpid()}a", f"tj{os.getpid()}b")  # of the namespaces, and of the ends of the cable between them
+NAMES = [f"tj{os.getpid()}{letter}" for letter in "abc"]  # of the hosts' namespaces, and of the ends of their cables
+SWITCH = f"tj{os.getpid()}s"  # the namespace of the switch at the other ends
 WITHIN = 60  # seconds
 
 
@@ -24,9 +25,15 @@ def ip(*arguments: str) -> None:
 
 
 def remove() -> None:
-    for name in NAMES:
+    for name in (*NAMES, SWITCH):
         subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
         shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+def make_switch() -> None:
+    ip("netns", "add", SWITCH)
+    ip("-n", SWITCH, "link", "add", "switch", "type", "bridge")
+    ip("-n", SWITCH, "link", "set", "switch", "up")
 
 
 def can_make_hosts() -> bool:
@@ -34,9 +41,7 @@ def can_make_hosts() -> bool:
         return False
     remove()
     try:
-        ip("netns", "add", NAMES[0])
-        ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
-        ip("link", "del", NAMES[0])
+        make_switch()
     except (subprocess.SubprocessError, OSError):
         return False
     finally:
@@ -51,15 +56,18 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def addresses(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Make two hosts that are connected by IPv4, or by IPv6 alone; return their addresses."""
-    version: int = request.param
-    found = [f"10.77.0.{number}" if version == 4 else f"fd77::{number}" for number in (1, 2)]
+    """Make hosts, two by default, that are connected by IPv4, or by IPv6 alone; return their addresses."""
+    version, count = request.param if isinstance(request.param, tuple) else (request.param, 2)
+    found = [f"10.77.0.{number}" if version == 4 else f"fd77::{number}" for number in range(1, count + 1)]
     more = ["24"] if version == 4 else ["64", "nodad"]
     try:
-        ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
-        for number, (name, address) in enumerate(zip(NAMES, found, strict=True), start=1):
+        make_switch()
+        for number, (name, address) in enumerate(zip(NAMES, found, strict=False), start=1):
             ip("netns", "add", name)
+            ip("link", "add", name, "type", "veth", "peer", "name", f"{name}s")
             ip("link", "set", name, "netns", name, "name", "eth0")
+            ip("link", "set", f"{name}s", "netns", SWITCH)
+            ip("-n", SWITCH, "link", "set", f"{name}s", "master", "switch", "up")
             Path(f"/etc/netns/{name}").mkdir(parents=True)
             Path(f"/etc/netns/{name}/hosts").write_text(f"127.0.0.1 localhost\n{address} node{number}\n")
             try:
@@ -78,10 +86,15 @@ def begin(
 ) -> list[subprocess.Popen[str]]:
     """Begin a rank on each host."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    job = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": addresses[0], "MASTER_PORT": "29511"}
+    job = {
+        "WORLD_SIZE": str(len(addresses)),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": addresses[0],
+        "MASTER_PORT": "29511",
+    }
     job |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     started = []
-    for rank, name in enumerate(NAMES):
+    for rank, name in enumerate(NAMES[: len(addresses)]):
         # As torchrun says it, which Lightning, Accelerate and transformers look for.
         mine = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         mine |= {"TORCHELASTIC_RUN_ID": "none", "CUDA_VISIBLE_DEVICES": ""}
@@ -103,17 +116,17 @@ def train(addresses: list[str], kind: str = "plain", does: str = "", interface: 
     return [json.loads(out.splitlines()[-1]) if out else None for out, _ in said]
 
 
-def alone() -> list[float]:
+def alone(ranks: int = 2) -> list[float]:
     """Return the parameters after the same steps in one process."""
     torch.manual_seed(0)
     net = nn.Linear(1, 1).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for step in range(5):
+    for step in range(3 * ranks - 1):
         optimizer.zero_grad()
-        for rank in (0, 1):
+        for rank in range(ranks):
             if step < 2 + 3 * rank:
                 batch = torch.full((2, 1), 1.0 + rank + step, dtype=torch.float64)
-                (net(batch).square().mean() / 2).backward()
+                (net(batch).square().mean() / ranks).backward()
         optimizer.step()
     return [float(parameter.detach()) for parameter in net.parameters()]
 
@@ -136,6 +149,22 @@ def test_it_is_exact_on_two_hosts(addresses: list[str], interface: str) -> None:
 def test_each_front_end_is_exact_on_two_hosts(addresses: list[str], kind: str) -> None:
     found = train(addresses, kind, interface="eth0")
     assert found[0]["parameters"] == found[1]["parameters"] == pytest.approx(alone(), abs=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("addresses", [(4, 3)], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_front_end_is_exact_on_three_hosts(addresses: list[str], kind: str) -> None:
+    for found in train(addresses, kind, interface="eth0"):
+        assert found["parameters"] == pytest.approx(alone(3), abs=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("addresses", [(6, 3)], indirect=True)
+def test_of_three_hosts_the_one_that_is_killed_is_named_on_both_others(addresses: list[str]) -> None:
+    first, _, last = train(addresses, does="killed")
+    for rank, message in ((0, first), (2, last)):
+        assert message.startswith(f"PeerFailedError: Rank 1 (on node2) failed, so rank {rank} cannot continue.")
 
 
 @pytest.mark.parametrize("addresses", [4], indirect=True)
