@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_join._base.devices import on_device
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
@@ -113,15 +114,17 @@ class CatchUp:
 
     @torch.inference_mode(False)
     def take_shards(self, zeros: Sequence[Any]) -> None:
-        """Copy the states if a joined rank is about to step its shard from others; all ranks call this in such a step.
+        """Copy the models if they differ where a joined rank is about to step its shard; all ranks call this.
+
+        Such an optimizer reads its options before the step that may set them, and resets them after it.
 
         Args:
             zeros: The `ZeroRedundancyOptimizer`s.
         """
         joined = [rank for rank in range(self._channel.world_size) if rank not in self._active]
-        shards = [p for zero in zeros for rank in joined for p in zero_shard(zero, rank)]
-        digest = hash_of(repr((checksums(shards), hyperparameters(zeros))).encode())
-        if len({*self._channel.gather(digest, of=str)}) > 1:
+        sums = checksums([p for zero in zeros for rank in joined for p in zero_shard(zero, rank)])
+        if len({*self._channel.gather(hash_of(repr(sums).encode()), of=str)}) > 1:
+            models = [thing for thing in self._states if isinstance(thing, nn.Module)]
             with on_device(self._group):
                 local = self._audit.local(self._channel)
-                hand_over(self._states, self._active[0], self._channel, self._group, local)
+                hand_over(models, self._active[0], self._channel, self._group, local)

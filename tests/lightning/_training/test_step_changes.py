@@ -196,6 +196,14 @@ def test_zero_steps_a_joined_ranks_shard_from_what_the_step_has_set(
         assert difference(state, expected) < 1e-10
 
 
+@pytest.mark.parametrize(("lengths", "how"), [((2, 5), "rate"), ((1, 4, 3), "decay")])
+def test_zero_forgets_options_that_a_step_sets_on_all_ranks(workers: Workers, lengths: Lengths, how: str) -> None:
+    """It reads them before the closure that runs the step, and resets them after it, as under plain `ddp`."""
+    expected = alone("", lengths)[-1]
+    for state in workers.run(len(lengths), train_zero, lengths, how):
+        assert difference(state, expected) < 1e-10
+
+
 class NoLoss(Module):
     def training_step(self, x: Tensor, index: int) -> Any:
         loss = super().training_step(x, index)
