@@ -109,9 +109,9 @@ class ActiveCollectives:
     def _check_shapes(self, shapes: dict[int, list[int]]) -> None:
         if all(shape == next(iter(shapes.values())) for shape in shapes.values()):
             return
-        by_rank = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
+        said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {by_rank}. If only the"
+            f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {said}. If only the"
             " number of rows differs, call `self.trainer.strategy.gather_rows(tensor)` or"
             " `fabric.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor."
         )

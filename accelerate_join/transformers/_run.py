@@ -181,20 +181,20 @@ class Run:
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
         """Log; in the tail, joined ranks repeat the log, because rank 0, which writes it, may be one of them."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
-            values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
-            if left_out := [name for name, value in values.items() if not is_closed(value)]:
+            told = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
+            if left_out := [name for name, value in told.items() if not is_closed(value)]:
                 JoinWarning.warn(
                     f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch: rank"
                     " 0, which writes the log, may have finished, and gets only numbers, strings, lists and tensors."
                 )
-            self.driver.parting.append({name: value for name, value in values.items() if name not in left_out})
+            self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)
 
     def _log_told(self) -> None:
         """On a joined rank, repeat the logs of the lowest active rank in this step."""
-        trainer, logged = self._trainer, self.driver.parting
+        trainer, told = self._trainer, self.driver.parting
         self.driver.parting = []
-        for logs in logged:
+        for logs in told:
             trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
             trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 

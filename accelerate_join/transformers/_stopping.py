@@ -56,9 +56,9 @@ class Stopping:
             mine = tuple(map(max, wants, self._asked))
             everyone = channel.gather(mine, of=tuple[bool, bool])
             self._asked = (False, False)
-            for flag, wanted in zip(_FLAGS, zip(*everyone, strict=True), strict=True):
-                setattr(control, flag, any(wanted))
-            asking = [rank for rank, wanted in enumerate(everyone) if any(wanted)]
+            for flag, said in zip(_FLAGS, zip(*everyone, strict=True), strict=True):
+                setattr(control, flag, any(said))
+            asking = [rank for rank, said in enumerate(everyone) if any(said)]
             if channel.rank == 0 and 0 < len(asking) < len(everyone):
                 JoinWarning.warn(
                     f"All ranks stop at step {step}, although only {name_ranks(asking)} requested it, at this step or"

@@ -99,19 +99,19 @@ def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
         JoinError: On all ranks, if some rank has no predictions, or the ranks contradict each other.
     """
     everyone = gather_objects(mine, "What a rank knows of its predictions", None)
-    for rank, found in enumerate(everyone):
-        if isinstance(found, JoinError):
-            raise type(found)(f"Rank {rank}: {found}")
-    numbers = [len(readings) for readings in everyone]
+    for rank, said in enumerate(everyone):
+        if isinstance(said, JoinError):
+            raise type(said)(f"Rank {rank}: {said}")
+    numbers = [len(said) for said in everyone]
     if len({*numbers}) > 1:
         raise UnsupportedError(
             f"The ranks have different numbers of dataloaders with predictions (by rank): {numbers}."
         )
-    return [_agree_on(place, readings) for place, readings in enumerate(zip(*everyone, strict=True))]
+    return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
 
 
-def _agree_on(place: int, readings: Sequence[Reading]) -> tuple[bool, bool]:
-    having = {rank: reading for rank, reading in enumerate(readings) if reading.batches}
+def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
+    having = {rank: reading for rank, reading in enumerate(said) if reading.batches}
     by_rank = [rank for rank, reading in having.items() if reading.by_rank]
     if 0 < len(by_rank) < len(having):
         raise UnsupportedError(

@@ -61,9 +61,9 @@ def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
         return
     for values in zip(*everyone, strict=False):
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
-            by_rank = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
+            said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
             raise JoinError(
-                f"The ranks' optimizers differ: {values[0][0]} is {by_rank}. One rank changed the value based on"
+                f"The ranks' optimizers differ: {values[0][0]} is {said}. One rank changed the value based on"
                 " something local, such as its own metric or batch counter. Base the change on the step number, on a"
                 " value reduced after the loop, or on one rank's decision that it broadcasts."
             )
@@ -153,12 +153,12 @@ class Steps:
                 raise JoinError(self._explain(name, values_of))
 
     def _explain(self, name: str, values: Mapping[int, Any]) -> str:
-        by_rank = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(values.items()))
+        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(values.items()))
         optimizer = next(thing for label, thing in self._named if name.endswith(f" of {label}"))
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
-            f"The ranks' optimizers differ in the same step: {name} is {by_rank}. {setter} depends on a value that"
+            f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that"
             " differs between ranks, usually len(loader) or a step counter. Use the largest len(loader) of all ranks,"
             " and pass the counter to Join (an object with state_dict and load_state_dict) or compute it: epoch *"
             " longest + step."

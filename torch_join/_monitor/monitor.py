@@ -97,10 +97,10 @@ class JoinMonitor:
         Returns:
             The record of all ranks, or `None` if no rank trained, or no rank had a batch.
         """
-        answers = channel.gather((trains, mine), of=_Measured)
-        if not (any(trained for trained, _ in answers) and any(rank.batches for _, rank in answers)):
+        said = channel.gather((trains, mine), of=_Measured)
+        if not (any(trained for trained, _ in said) and any(rank.batches for _, rank in said)):
             return None
-        record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in answers])
+        record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in said])
         self._rebalances = rebalances
         self._weighting = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "a function")
         self.epochs.append(record)

@@ -162,8 +162,8 @@ class ModelParticipant(Participant, LoopModel):
             sources = []
         self._announce_deferred()
         frozen = self._shadow.frozen if self.tail_log.announces else []
-        announced = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
-        buffers = self._shadow.news.since(self.ddp.module) if announced else None
+        told = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
+        buffers = self._shadow.news.since(self.ddp.module) if told else None
         forward = (grad, sync, sources, frozen, buffers)
         if is_alone:
             self.tail_log.announce_alone(self.index, "forward", forward)

@@ -123,17 +123,17 @@ class Rebalancer:
 
     def _settle(self, count: float, notice: dict[str, Any] | None = None) -> None:
         """Read and meet until it is certain that all ranks have the batches that the next row needs."""
-        rank, words, met = self._channel.rank, notice or {}, False
+        rank, said, met = self._channel.rank, notice or {}, False
         while True:
             read = self._plan.ahead
             waiting = self._source.read(read[rank])
             if not self.meets:
                 return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
-            result = self._meet(0 if met else count, {**words, "left": waiting} if is_news else words)
+            result = self._meet(0 if met else count, {**said, "left": waiting} if is_news else said)
             if not met:
                 self.total, self._notices = result.total, result.notices
-            words, met = {}, True
+            said, met = {}, True
             self._plan.announce({rank: notice["left"] for rank, notice in result.notices.items() if "left" in notice})
             if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
                 return

@@ -52,8 +52,8 @@ class BufferNews:
     def since(self, model: nn.Module) -> list[Buffer] | None:
         """Return the forms to announce, or `None` if they are known."""
         now = _forms(model)
-        before, self._said = self._said, now
-        return None if before == now else now
+        said, self._said = self._said, now
+        return None if said == now else now
 
 
 def _forms(model: nn.Module) -> list[Buffer]:

@@ -175,10 +175,10 @@ class HookDriver(Driver):
             with telling_failures(self.channel):
                 self._leave_tail()
                 words = [each.closing_message() for each in self.participants] if is_last_joiner else None
-                answers = self.channel.gather(words, of=list[Any] | None)
-                self.members.follow_leader(next(rank for rank, theirs in enumerate(answers) if theirs is not None))
-                if None in answers:
-                    for each, theirs in zip(self.participants, answers[self.members.leader] or [], strict=True):
+                said = self.channel.gather(words, of=list[Any] | None)
+                self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
+                if None in said:
+                    for each, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
                         if (end := each.receive_closing(theirs, self.members.leader)) is not None:
                             end()
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated]
@@ -191,9 +191,9 @@ class HookDriver(Driver):
 
     def _meet(self, active: bool, samples: int = 0) -> None:
         """Find out which ranks are active at this step."""
-        answers = self.channel.gather((active, samples), of=tuple[bool, int])
-        self.members.change(tuple(rank for rank, (is_active, _) in enumerate(answers) if is_active))
-        self.members.counted, self.members.total = samples, sum(count for _, count in answers)
+        said = self.channel.gather((active, samples), of=tuple[bool, int])
+        self.members.change(tuple(rank for rank, (is_active, _) in enumerate(said) if is_active))
+        self.members.counted, self.members.total = samples, sum(count for _, count in said)
         self._undone = set(range(len(self.participants)))
 
     def _refuse(self, index: int, kind: str) -> JoinError:
