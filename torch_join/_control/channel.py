@@ -72,8 +72,8 @@ class Channel:
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this rank took part
-        self._failure: JoinError | None = None
-        self._failed: str | None = None  # this rank's first failure, once the others know of it
+        self._heard: JoinError | None = None
+        self._told: str | None = None  # the first failure of this rank that it has reported
         # A weak reference, so that Python frees a dropped channel at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
@@ -106,9 +106,9 @@ class Channel:
         self._them = _bits(ranks or ()) if some else 0
         # Count barriers of some ranks from the last barrier of all ranks, since other ranks take no part in them.
         self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
-        message = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
+        said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, message)
+            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, said)
 
     def wait(self) -> BarrierResult:
         """Wait until all participants have arrived at this rank's last barrier.
@@ -184,10 +184,10 @@ class Channel:
             _, everything = barriers.pop(key)
             values = _node.values_of(everything)
             found: dict[bytes, T] = {}  # often all values are equal
-            for rank, data in sorted(values.items()):
-                if data not in found:
-                    found[data] = self._decode(f"a gathered value of rank {rank}", data, of)
-            return [found[data] for _, data in sorted(values.items())]
+            for rank, said in sorted(values.items()):
+                if said not in found:
+                    found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
+            return [found[said] for _, said in sorted(values.items())]
 
         return end
 
@@ -318,16 +318,16 @@ class Channel:
         if watch is not None and isinstance(reason, BaseException) and not self.posted(name):
             self.post(name, watch.last_place(), lasts=True)
         if isinstance(reason, PeerFailedError):
-            if self._failure is not None or reason.rank not in self.global_ranks:
+            if self._heard is not None or reason.rank not in self.global_ranks:
                 return
             rank, reason = self.global_ranks.index(reason.rank), reason.reason
         elif isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._failed = reason if rank is None and self._failed is None else self._failed
+        self._told = reason if rank is None and self._told is None else self._told
         self._links.read()
-        report = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
+        told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
         with self._links.lock:
-            self._node.fail(self._number, report)
+            self._node.fail(self._number, told)
 
     def failure(self) -> JoinError | None:
         """Return the failure or deadlock that another rank has reported, or `None`. Does not wait for other ranks."""
@@ -335,10 +335,10 @@ class Channel:
         return self._known_failure()
 
     def _known_failure(self) -> JoinError | None:
-        if self._failure is None and (data := self._stream.failure) is not None:
-            self._failure = self._peers.read_failure(data, self._failed)
+        if self._heard is None and (data := self._stream.failure) is not None:
+            self._heard = self._peers.read_failure(data, self._told)
         # Return a copy: a raised error keeps the frames that it passed, and with them this channel, alive.
-        return None if self._failure is None else copy.copy(self._failure)
+        return None if self._heard is None else copy.copy(self._heard)
 
     def failure_check(self) -> Callable[[], None]:
         """Return a function to call repeatedly while waiting for another rank outside this channel.
@@ -467,10 +467,10 @@ class Channel:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if self._failed is not None:  # the other ranks know of the failure, and will not come
+            if self._told is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
                 raise JoinError(
-                    f"Rank {me} cannot wait for the others: it has already reported its failure to them: {self._failed}"
+                    f"Rank {me} cannot wait for the others: it has already reported its failure to them: {self._told}"
                 )
             check = check or self._check(self._known_failure)
             check()

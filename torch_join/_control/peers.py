@@ -106,8 +106,8 @@ class Peers:
         note_victim(text)
         return PeerFailedError(text, other, reason)
 
-    def read_failure(self, data: bytes, reported: str | None) -> JoinError | None:
-        """Return the error of a failure that a rank has reported; `reported` is what this rank has reported itself."""
+    def read_failure(self, data: bytes, told: str | None) -> JoinError | None:
+        """Return the error of a failure that a rank has reported; `told` is what this rank has reported itself."""
         me = self.global_ranks[self.rank]
         try:
             rank, reason = _codec.decode(data, tuple[int, str])
@@ -117,7 +117,7 @@ class Peers:
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
         if rank == self.rank:
-            if reported is not None:
+            if told is not None:
                 return None
             return PeerFailedError(f"The other ranks continued or exited without rank {me}: {reason}")
         return self.error(rank, reason)

@@ -78,8 +78,8 @@ class SetUp:
                     raise _codec.Malformed(f"messages of {sizes} bytes")
                 padded = torch.zeros(max(sizes), dtype=torch.uint8)
                 padded[: len(data)] = data
-                parts = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
-                return [_codec.decode(each, of) for each in parts]
+                said = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
+                return [_codec.decode(each, of) for each in said]
             except _codec.Malformed as problem:
                 raise _codec.foreign("the ranks' first message", problem) from None
 

@@ -138,12 +138,12 @@ class Audit:
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
         if stepped is not None:
-            found[2] = {name: each for name, each in found[2].items() if len({each[rank] for rank in stepped}) == 1}
+            found[2] = {name: said for name, said in found[2].items() if len({said[rank] for rank in stepped}) == 1}
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
-        sentences = [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
-        if self._unsynced is not None and self._unsynced.changed_early:
-            sentences.append(_CHANGED_EARLY.format(what=", ".join(self._unsynced.changed_early[:_SHOWN])))
-        self._warn(channel, sentences)
+        said = [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
+        if self._unsynced is not None and self._unsynced.untold:
+            said.append(_UNTOLD.format(what=", ".join(self._unsynced.untold[:_SHOWN])))
+        self._warn(channel, said)
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
         """Compare, on every rank, at the end of a loop in which no rank has joined before another.
@@ -164,9 +164,9 @@ class Audit:
                 [_DIFFERED.format(when="After an even loop", what=_list(found, channel.global_ranks))] if found else [],
             )
 
-    def _warn(self, channel: Channel, sentences: list[str]) -> None:
-        if sentences and channel.rank == 0:
-            JoinDriftWarning.warn(" ".join(sentences))
+    def _warn(self, channel: Channel, said: list[str]) -> None:
+        if said and channel.rank == 0:
+            JoinDriftWarning.warn(" ".join(said))
 
     # ------------------------------------------------------------ the state
 
@@ -255,7 +255,7 @@ _ALONE = (
     " {what}. Keep it on all ranks, update it in each step, and pass it to Join. (Ignore this warning if it is not an"
     " average, or not updated in each step.)"
 )
-_CHANGED_EARLY = (
+_UNTOLD = (
     "In the tail of a loop, each rank kept its own {what}. Code changed these buffers before the step's forward, in"
     " which DDP broadcasts them, so Join cannot tell whether they were identical before. Pass hand_over_buffers=True"
     " to make them identical on all ranks, or False to keep each rank's own."
@@ -292,16 +292,16 @@ def _differences(
     kept = kept or {}
     digests["kept"] = "asked" if {"changed", "unknown"} & {*kept.values()} else ""
     everyone = channel.gather(digests, of=dict[str, str])
-    held = channel.gather(kept, of=Items) if any(each.pop("kept", "") for each in everyone) else []
-    alone = {name: each for name, each in _unlike(held).items() if None in each and {"changed", "unknown"} & {*each}}
+    held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
+    alone = {name: said for name, said in _unlike(held).items() if None in said and {"changed", "unknown"} & {*said}}
     # A digest that one rank lacks is not compared.
-    known = [key for key in digests if all(each.get(key) for each in everyone)]
-    differing = [key for key in known if len({each[key] for each in everyone}) > 1]
+    known = [key for key in digests if all(said.get(key) for said in everyone)]
+    differing = [key for key in known if len({said[key] for said in everyone}) > 1]
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
     result = {key: _unlike(channel.gather(looked[key], of=Items)) for key in wanted}
     if "found" in result:
         result["found"] = _alike_before(channel.gather(before["found"], of=Items), result["found"])
-    at_join = {name: values for key in result if key.startswith("before, ") for name, values in result[key].items()}
+    at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients")), alone]
 
 
@@ -328,8 +328,8 @@ def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[st
 
 def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for items in everyone for name in items)
-    by_name = {name: [items.get(name) for items in everyone] for name in names}
-    return {name: values for name, values in by_name.items() if len(set(values)) > 1}
+    said = {name: [items.get(name) for items in everyone] for name in names}
+    return {name: values for name, values in said.items() if len(set(values)) > 1}
 
 
 def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
@@ -344,5 +344,5 @@ def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
 def _value(name: str, values: list[Any], names: Sequence[int]) -> str:
     if any(value is not None and value.startswith("#") for value in values):
         return name
-    text = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in zip(names, values, strict=True))
-    return f"{name} ({text})"
+    said = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in zip(names, values, strict=True))
+    return f"{name} ({said})"

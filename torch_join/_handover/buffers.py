@@ -36,7 +36,7 @@ class UnsyncedBuffers:
 
     Attributes:
         can_tell: Whether more than one rank had trained at the last `agree`, or the user has decided.
-        changed_early: The names of buffers that a step had changed before its forward, when `look` ran.
+        untold: The names of buffers that a step had changed before its forward, when `look` ran.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
@@ -49,7 +49,7 @@ class UnsyncedBuffers:
         """Forget the recorded state, after a tail."""
         self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and buffers changed before a forward
         self._alike: set[str] = set()
-        self.changed_early: list[str] = []
+        self.untold: list[str] = []
 
     def look(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
         """Take digests of the buffers, on every rank, when the first ranks join.
@@ -70,14 +70,13 @@ class UnsyncedBuffers:
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
         # With only one trained rank, nothing can be concluded.
-        answers = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
-        trained = [digests for digests, _ in filter(None, answers) if digests]
+        said = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
+        trained = [digests for digests, _ in filter(None, said) if digests]
         self.can_tell = len(trained) > 1
         first = trained[0] if self.can_tell else {}
         self._alike = {path for path, digest in first.items() if all(its.get(path) == digest for its in trained)}
-        changed = sorted({name for _, names in filter(None, answers) for name in names})
-        early = [name for name in changed if name.rpartition(".")[0] not in self._alike]
-        self.changed_early = [name.replace(": .", ": ") for name in early]
+        changed = sorted({name for _, names in filter(None, said) for name in names})
+        self.untold = [name.replace(": .", ": ") for name in changed if name.rpartition(".")[0] not in self._alike]
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:

@@ -104,8 +104,8 @@ class Forgotten:
         """By object: "changed" if a step changed it before this rank ran out, "unknown" if unclear, else "there"."""
         kept = dict.fromkeys(self._found, "there")
         if self._has_left:
-            words = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
-            kept = {name: words[self._follows.get(name)] for name in kept}
+            said = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
+            kept = {name: said[self._follows.get(name)] for name in kept}
         return kept
 
     def _sums_given(self) -> list[int]:

@@ -143,10 +143,10 @@ def _raise_any(problems: Sequence[_Problem | None]) -> None:
     found = [problem for problem in problems if problem is not None]
     if not found:
         return
-    by_text = _by_rank([None if problem is None else problem[1] for problem in problems])
+    said = _by_rank([None if problem is None else problem[1] for problem in problems])
     is_of_type, _ = found[0]
     raise (JoinTypeError if is_of_type else JoinValueError)(
-        " ".join(f"{ranks}: {text}" for text, ranks in by_text.items())
+        " ".join(f"{ranks}: {text}" for text, ranks in said.items())
     )
 
 

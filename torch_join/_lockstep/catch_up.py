@@ -96,13 +96,10 @@ class CatchUp:
         assert source is not None
         digests = digests_of(self._states)
         mine = {} if digests is None else digests.read()
-        words = hyperparameters(self._objects), mine
-        answers = self._channel.gather(words, of=tuple[Hyperparameters, dict[str, int]])
-        names, first = self._channel.global_ranks, answers[source][1]
-        compare([answers[rank][0] for rank in self._active], [names[rank] for rank in self._active])
-        differ = {
-            name for _, theirs in answers for name in first.keys() | theirs if first.get(name) != theirs.get(name)
-        }
+        said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
+        compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
+        first = said[source][1]
+        differ = {name for _, theirs in said for name in first.keys() | theirs if first.get(name) != theirs.get(name)}
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)

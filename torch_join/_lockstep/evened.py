@@ -206,9 +206,9 @@ class Evened:
                 raise early_termination(rank, rank not in active)
             goes_on, total = batch is not _END and reader.goes_on, 0.0
             if self._count is not None or None in lengths:
-                answers = self._channel.gather((goes_on, counted), of=tuple[bool, float])
-                going_on = tuple(rank for rank, (goes, _) in enumerate(answers) if goes)
-                total = math.fsum(number for _, number in answers)
+                said = self._channel.gather((goes_on, counted), of=tuple[bool, float])
+                going_on = tuple(rank for rank, (goes, _) in enumerate(said) if goes)
+                total = math.fsum(number for _, number in said)
             else:
                 going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
                 if goes_on != (rank in going_on):

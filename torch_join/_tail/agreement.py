@@ -48,9 +48,9 @@ class Agreement:
         checksum, count, kind, compared = self._noted
         return checksum, count, kind if compared is None else f"{kind} {compared}"
 
-    def note(self, announcement: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
+    def note(self, said: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
         """Add an announcement; return it encoded for sending, with its whole payload if this rank `leads`."""
-        index, kind, payload = announcement
+        index, kind, payload = said
         # Other payloads hold details that only the lowest rank needs, and that may differ between ranks.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
         if kind == "forward" and in_window:  # ranks differ in whether the first forward syncs: a window may be 1 batch
@@ -58,7 +58,7 @@ class Agreement:
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted
         self._noted = crc32(encoded, checksum), count + 1, kind, compared
-        return encoded if compared is payload or not leads else _codec.encode(announcement)
+        return encoded if compared is payload or not leads else _codec.encode(said)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
         """Compare the announcements so far, at the start of a step; does not wait for other ranks.

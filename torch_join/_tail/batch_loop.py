@@ -105,8 +105,8 @@ class BatchLoop:
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
         begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
-        answers = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
-        lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*answers, strict=True)
+        said = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
+        lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*said, strict=True)
         log.warn_if_mixed(synced)
         if driver.begins_with_loop:
             driver.tail.compare_given(everyone)

@@ -57,14 +57,14 @@ class PositionExchange(Participant):
         return self._exchange(place)
 
     def _check_window(self, name: str) -> None:
-        if (in_window := self.driver.is_amid_window()) is False:
+        if (amid := self.driver.is_amid_window()) is False:
             return
         text = (
             f"{name} was called at step {self.driver.step_number} of a loop, within an accumulation window: rank"
             f" {self.members.name} holds gradients that its optimizer has not used yet. Because states hold no"
             " gradients, a resumed run would lose these batches. Save after the optimizer's step or zero_grad()."
         )
-        if in_window:
+        if amid:
             raise JoinError(text)
         JoinDataWarning.warn(f"If the optimizer has already used this rank's gradients, ignore this warning. {text}")
 
@@ -185,5 +185,5 @@ class StopExchange(Participant):
     def _meet(self, name: str) -> None:
         signals, everyone = self.driver.signals, range(self.members.world_size)
         signals.listen()
-        received = self.tail_log.channel.gather(signals.received, of=bool, among=(name, everyone))
-        signals.agreed = any(received)
+        said = self.tail_log.channel.gather(signals.received, of=bool, among=(name, everyone))
+        signals.agreed = any(said)

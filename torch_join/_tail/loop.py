@@ -118,8 +118,8 @@ class LoopDriver(Attendance):
                 each.after_all(self.members.last_joiner)
             # This gather keeps each process alive until all ranks get here.
             words = hyperparameters(self.given), self.tail_log.synced_steps()
-            answers = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, list[Synced]])
-            everyone, synced = zip(*answers, strict=True)
+            said = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, list[Synced]])
+            everyone, synced = zip(*said, strict=True)
             compare(everyone, self.members.global_ranks)
             self.tail_log.warn_if_mixed(synced)
             self.rebalancing.close()
@@ -293,8 +293,8 @@ class LoopDriver(Attendance):
         if self.loop is not None and self.loop.placeholders is not None:
             return self.loop.placeholders.losses.holds_gradients
         models = self.tail_log.models()
-        awaits = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
-        return True in awaits or (None if None in awaits else False)
+        said = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
+        return True in said or (None if None in said else False)
 
     def find_place(self, which: int = 0) -> LoaderPlace | None:
         """Return this rank's place in the loader numbered `which`; `None` if no loop over it has started."""

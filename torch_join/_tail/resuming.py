@@ -203,15 +203,15 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
         JoinValueError: The steps or the names differ.
     """
     if len({*loops}) > 1:
-        given = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
+        said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
         raise JoinValueError(
-            f"The ranks started loops with different names ({given}). Start the same loops in the same order."
+            f"The ranks started loops with different names ({said}). Start the same loops in the same order."
         )
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
         at = {-1: "at none", OVER: "past its end"}
-        given = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
+        said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
             "The ranks would resume a loop at different steps, because they passed different states to"
-            f" join.load_state_dict() ({given}). Load the same state on all ranks."
+            f" join.load_state_dict() ({said}). Load the same state on all ranks."
         )

@@ -213,8 +213,8 @@ class Tail:
         members, channel = self.tail_log.members, self.tail_log.channel
         # Two ranks may leave with no announcement in between, so the number of records alone is no unique key.
         place = f"steps/{channel.records}/{len(members.active)}"
-        answers = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
-        steps.compare(dict(zip(members.named(sorted(members.before)), answers, strict=True)))
+        said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
+        steps.compare(dict(zip(members.named(sorted(members.before)), said, strict=True)))
 
     def _look(self, at_top: bool) -> None:
         """Record the state for later comparisons, on every rank, when the first ranks join."""

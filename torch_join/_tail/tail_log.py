@@ -88,7 +88,7 @@ class TailLog(Announcer):
         self._said: list[_codec.Encoded] = []  # announcements not yet written
         self._is_due = False  # whether all active ranks make some of these announcements
         self.in_window = False  # whether the step's batch is a window of micro-batches
-        self._unanswered: deque[Announcement] = deque()  # announcements read but not yet answered
+        self._heard: deque[Announcement] = deque()  # announcements read but not yet answered
         self._asides = 0  # the number of aside announcements read since the log's last record
         self.on_all = 0
         self.has_to_meet = False
@@ -327,41 +327,41 @@ class TailLog(Announcer):
         Raises:
             JoinError: The log has a record that no active rank can have written.
         """
-        while (announcement := self._next())[:2] != (index, kind):
-            self._answer(*announcement)
+        while (said := self._next())[:2] != (index, kind):
+            self._answer(*said)
 
     def _next(self) -> Announcement:
         """Wait for the next announcement."""
-        while not self._unanswered:
+        while not self._heard:
             number, self._asides = self.channel.records, 0
             meanwhile = partial(self._take_asides, number) if self.hears_asides else None
-            announcements, active = self._subgroups.follow(_RECORD, meanwhile)
-            self._check_record(announcements, active)
-            self._unanswered.extend(announcements)
+            said, active = self._subgroups.follow(_RECORD, meanwhile)
+            self._check_record(said, active)
+            self._heard.extend(said)
             if active:
                 self.change(active)
-        return self._unanswered.popleft()
+        return self._heard.popleft()
 
     def _take_asides(self, number: int) -> None:
         """Answer the aside announcements that precede record `number` of the log."""
         while self.channel.posted(key := _ASIDE.format(number, self._asides)):
             self._asides += 1
-            announcements, active = self.channel.read(key, of=_RECORD)
+            said, active = self.channel.read(key, of=_RECORD)
             if self.members.rank in active:
                 continue  # this rank took that action itself before it joined
-            self._check_record(announcements, active)
-            for announcement in announcements:
+            self._check_record(said, active)
+            for announcement in said:
                 self._answer(*announcement)
 
-    def _check_record(self, record: Sequence[Announcement], active: tuple[int, ...]) -> None:
-        """Check the contents of a record: the record, and the ranks that made them.
+    def _check_record(self, said: Sequence[Announcement], active: tuple[int, ...]) -> None:
+        """Check the contents of a record: the announcements, and the ranks that made them.
 
         Raises:
             JoinError: No active rank can have written this record.
         """
-        known = all(-1 <= index < len(self.participants) for index, _, _ in record)
+        known = all(-1 <= index < len(self.participants) for index, _, _ in said)
         if not (known and set(active) <= set(self.members.active)):
-            raise _codec.foreign("a record of the tail", f"{_codec.brief(record)} of ranks {_codec.brief(active)}")
+            raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
         if index >= 0:
@@ -372,7 +372,7 @@ class TailLog(Announcer):
             if (mine := [each.synced for each in self.models()]) != payload:
                 me, leader = self.members.named((self.members.rank, self.members.leader))
                 answers = self.channel.health().answers
-                synced = {rank: status.synced for rank, (_, status) in answers.items() if status}
+                synced = {rank: said.synced for rank, (_, said) in answers.items() if said}
                 mixed = explain_mixed(synced, self.members.global_ranks)
                 raise JoinError(explain_counts({me: mine, leader: payload}) + mixed)
         else:
@@ -431,9 +431,9 @@ class TailLog(Announcer):
         return Status(models, word, self.loader(), self.asked, self.step(), leader, tuple(self.synced_steps()))
 
 
-def _record(announcements: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
+def _record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
     """Return the record of the active ranks' announcements."""
-    return _codec.in_pair(announcements, _ranks(active))
+    return _codec.in_pair(said, _ranks(active))
 
 
 @lru_cache(maxsize=8)

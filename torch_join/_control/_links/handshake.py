@@ -75,7 +75,7 @@ def accept(
                                 raise
                     elif (stranger := cast(socket.socket, key.fileobj)) in strangers:
                         try:
-                            rank, peer_nonce, signature = _HELLO.unpack(stranger.recv(_HELLO.size))
+                            rank, theirs, signature = _HELLO.unpack(stranger.recv(_HELLO.size))
                         except (OSError, struct.error):  # a child of which only a part has come will connect again
                             drop(stranger)
                             continue
@@ -86,7 +86,7 @@ def accept(
                         del strangers[stranger]
                         selector.unregister(stranger)
                         stranger.setblocking(True)
-                        stranger.sendall(_sign(secret, "parent", rank, peer_nonce))
+                        stranger.sendall(_sign(secret, "parent", rank, theirs))
                         found[rank] = stranger
                 for stranger in [one for one, (_, until) in strangers.items() if time.monotonic() > until]:
                     drop(stranger)
@@ -112,8 +112,8 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
             try:
                 connection.settimeout(_LOOKS_EVERY)
                 nonce = secrets.token_bytes(_NONCE)
-                peer_nonce = _receive(connection, _NONCE, deadline, look)
-                connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, peer_nonce)))
+                theirs = _receive(connection, _NONCE, deadline, look)
+                connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, theirs)))
                 if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
                     return connection
                 problems.append(f"{address}: another program answered")

@@ -42,13 +42,13 @@ def number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def values_of(data: bytes) -> dict[int, bytes]:
+def values_of(said: bytes) -> dict[int, bytes]:
     """Return the values of a gather by rank; a `VALUE` precedes each value."""
     values, begin = {}, 0
-    while begin < len(data):
-        rank, length = VALUE.unpack_from(data, begin)
+    while begin < len(said):
+        rank, length = VALUE.unpack_from(said, begin)
         begin += VALUE.size + length
-        values[rank] = data[begin - length : begin]
+        values[rank] = said[begin - length : begin]
     return values
 
 
@@ -157,10 +157,10 @@ class Node:
         name = key.encode()
         self._say(number, POST, _POST.pack(until, len(name)) + name + value)
 
-    def fail(self, number: int, failure: bytes) -> None:
+    def fail(self, number: int, told: bytes) -> None:
         """Report a failure to all ranks, unless this rank knows one; different ranks may know different failures."""
         if (stream := self._stream(number)) is not None and stream.failure is None:
-            self._say(number, FAIL, failure)
+            self._say(number, FAIL, told)
 
     def _say(self, number: int, kind: int, payload: bytes, source: int | None = None) -> None:
         """Note a message to all ranks, and pass it on."""

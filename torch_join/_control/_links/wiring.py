@@ -54,14 +54,14 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     set_up.meet()
     rank, names = set_up.rank, set_up.peers.global_ranks
     here: _Here = (this_host(), *this_process(), secrets.token_hex(32))
-    nodes = set_up.exchange(here, of=_Here)
+    everyone = set_up.exchange(here, of=_Here)
     set_up.peers.processes = {
         peer: Process(pid, began)
-        for peer, (host, pid, began, _) in enumerate(nodes)
+        for peer, (host, pid, began, _) in enumerate(everyone)
         if host == here[0] and peer != rank and pid
     }
-    secret = bytes.fromhex(nodes[0][-1])
-    layout = Layout([host for host, *_ in nodes], rank)
+    secret = bytes.fromhex(everyone[0][-1])
+    layout = Layout([host for host, *_ in everyone], rank)
     set_up.peers.hosts = layout.elsewhere
     reference = weakref.ref(group)
 
@@ -76,7 +76,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         # A rank sends its error in the next exchange, so that all ranks raise it.
         try:
             if layout.children:
-                is_own = all(nodes[child][0] == here[0] for child in layout.children)
+                is_own = all(everyone[child][0] == here[0] for child in layout.children)
                 listener = _listen(is_own, _compat.is_of_gloo(group))
                 where = _where(listener)
         except Exception as error:
