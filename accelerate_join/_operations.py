@@ -105,7 +105,7 @@ class Operations(ActiveOperations):
         if (placeholders := self.driver.placeholders) is not None:
             placeholders.bring_buffers()
         _positions.refuse_unsaved(self._accelerator, loader if self.driver.in_loop else None)
-        if self.driver.in_loop and self.driver.is_amid_window() is not False:
+        if self.driver.in_loop and self.driver.is_mid_window() is not False:
             JoinDataWarning.warn(
                 f"save_state was called at step {self.driver.step_number}, within an accumulation window. Accelerate's"
                 " checkpoints hold no gradients, so a resumed run loses this window. Save after the optimizer's step."

@@ -394,7 +394,7 @@ def given_objects(join: Any) -> list[Any]:
 
 def unwritten(join: Any) -> list[Any]:
     """What has been announced, and is not in the log yet."""
-    found: list[Any] = join._driver.tail_log._said
+    found: list[Any] = join._driver.tail_log._unwritten
     return found
 
 

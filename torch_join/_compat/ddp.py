@@ -107,9 +107,9 @@ def wait_for_device(kind: str, watch: Callable[[], Callable[[], None]]) -> None:
     done, pause = torch.Event(kind), 1e-5
     done.record()
     if not done.query():
-        look = watch()
+        check = watch()
         while not done.query():
-            look()
+            check()
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
     torch.accelerator.current_stream().synchronize()

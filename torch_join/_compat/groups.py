@@ -94,11 +94,11 @@ class NotHereError(Exception):
 
 
 def _wait(work: Any, rank: int, timeout: timedelta) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         work.wait(timeout)
     except RuntimeError as error:
-        if time.monotonic() - begun < timeout.total_seconds():
+        if time.monotonic() - start < timeout.total_seconds():
             raise
         raise NotHereError(rank) from error
 
@@ -110,11 +110,11 @@ def _backend(group: dist.ProcessGroup, kind: str) -> Any:
 
 
 def gather_directly(
-    group: dist.ProcessGroup, tensor: Tensor, look: Callable[[], None], timeout: timedelta
+    group: dist.ProcessGroup, tensor: Tensor, check: Callable[[], None], timeout: timedelta
 ) -> list[Tensor]:
     """Return each rank's tensor, all of one shape, bypassing the dispatcher.
 
-    Meanwhile this calls `look` repeatedly, which may raise. Gloo then still waits until its timeout, and so does the
+    Meanwhile this calls `check` repeatedly, which may raise. Gloo then still waits until its timeout, and so does the
     destruction of the group.
     """
     backend = _backend(group, tensor.device.type)
@@ -127,10 +127,10 @@ def gather_directly(
     try:
         while any(isinstance(backend, kind) for kind in kinds) and not work.is_completed():  # others may not report it
             try:
-                look()
+                check()
             except JoinError:
                 with suppress(RuntimeError):
-                    if work.is_completed():  # it was, before the failure that `look` has seen
+                    if work.is_completed():  # it was, before the failure that `check` has seen
                         work.wait()
                         return found
                 raise

@@ -219,7 +219,7 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def group_named(name: str) -> dist.ProcessGroup | None:
     """Return the group of this name, if this rank is a member of it."""
-    return next((group for group, its in distributed_c10d._world.pg_names.items() if its == name), None)
+    return next((group for group, key in distributed_c10d._world.pg_names.items() if key == name), None)
 
 
 def groups_of_this_rank() -> dict[str, list[int]]:
@@ -289,12 +289,12 @@ def differentiates(caller: FrameType | None) -> bool:
     return any(any(context.needs_input_grad) for context in contexts) or _is_known_to_differentiate(frames)
 
 
-def gathers_activations(caller: FrameType | None, ours: str) -> bool:
+def gathers_activations(caller: FrameType | None, own_file: str) -> bool:
     """Whether a gather in a forward belongs to an autograd function that treats all rows as samples.
 
-    `SyncBatchNorm` leaves out ranks with zero rows. Functions in the file `ours` leave out joined ranks.
+    `SyncBatchNorm` leaves out ranks with zero rows. Functions in the file `own_file` leave out joined ranks.
     """
-    knows = (_SYNC_NORM_FILE, ours)
+    knows = (_SYNC_NORM_FILE, own_file)
     return differentiates(caller) and not any(frame.f_code.co_filename in knows for frame in _callers(caller))
 
 

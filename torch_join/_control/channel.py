@@ -72,8 +72,8 @@ class Channel:
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this rank took part
-        self._heard: JoinError | None = None
-        self._told: str | None = None  # the first failure of this rank that it has reported
+        self._peer_failure: JoinError | None = None
+        self._cause: str | None = None  # the first failure of this rank that it has reported
         # A weak reference, so that Python frees a dropped channel at once.
         self._stream.place = weakref.WeakMethod(self._place)
         self._end = weakref.finalize(self, tree.node.end, self._number)
@@ -106,9 +106,9 @@ class Channel:
         self._them = _bits(ranks or ()) if some else 0
         # Count barriers of some ranks from the last barrier of all ranks, since other ranks take no part in them.
         self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
-        said = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
+        message = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, said)
+            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, message)
 
     def wait(self) -> BarrierResult:
         """Wait until all participants have arrived at this rank's last barrier.
@@ -181,13 +181,13 @@ class Channel:
             self._until(lambda: key in barriers, awaits=("some" if them else "gather", name, them))
             if not them:
                 self._pass_log()
-            _, everything = barriers.pop(key)
-            values = _node.values_of(everything)
+            _, values_data = barriers.pop(key)
+            values = _node.values_of(values_data)
             found: dict[bytes, T] = {}  # often all values are equal
-            for rank, said in sorted(values.items()):
-                if said not in found:
-                    found[said] = self._decode(f"a gathered value of rank {rank}", said, of)
-            return [found[said] for _, said in sorted(values.items())]
+            for rank, encoded in sorted(values.items()):
+                if encoded not in found:
+                    found[encoded] = self._decode(f"a gathered value of rank {rank}", encoded, of)
+            return [found[encoded] for _, encoded in sorted(values.items())]
 
         return end
 
@@ -318,16 +318,16 @@ class Channel:
         if watch is not None and isinstance(reason, BaseException) and not self.posted(name):
             self.post(name, watch.last_place(), lasts=True)
         if isinstance(reason, PeerFailedError):
-            if self._heard is not None or reason.rank not in self.global_ranks:
+            if self._peer_failure is not None or reason.rank not in self.global_ranks:
                 return
             rank, reason = self.global_ranks.index(reason.rank), reason.reason
         elif isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._told = reason if rank is None and self._told is None else self._told
+        self._cause = reason if rank is None and self._cause is None else self._cause
         self._links.read()
-        told = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
+        failure = _codec.encode((self.rank if rank is None else rank, reason[:MOST_TEXT]))
         with self._links.lock:
-            self._node.fail(self._number, told)
+            self._node.fail(self._number, failure)
 
     def failure(self) -> JoinError | None:
         """Return the failure or deadlock that another rank has reported, or `None`. Does not wait for other ranks."""
@@ -335,10 +335,10 @@ class Channel:
         return self._known_failure()
 
     def _known_failure(self) -> JoinError | None:
-        if self._heard is None and (data := self._stream.failure) is not None:
-            self._heard = self._peers.read_failure(data, self._told)
+        if self._peer_failure is None and (data := self._stream.failure) is not None:
+            self._peer_failure = self._peers.read_failure(data, self._cause)
         # Return a copy: a raised error keeps the frames that it passed, and with them this channel, alive.
-        return None if self._heard is None else copy.copy(self._heard)
+        return None if self._peer_failure is None else copy.copy(self._peer_failure)
 
     def failure_check(self) -> Callable[[], None]:
         """Return a function to call repeatedly while waiting for another rank outside this channel.
@@ -351,23 +351,23 @@ class Channel:
     def _check(self, failure: Callable[[], JoinError | None]) -> Callable[[], None]:
         self._peers.begin_to_watch()
         start = time.monotonic()
-        deadline, next_look = start + self._timeout.total_seconds(), start + _LOOKS_EVERY
+        deadline, next_check = start + self._timeout.total_seconds(), start + _LOOKS_EVERY
 
-        def look() -> None:
-            nonlocal next_look
+        def check() -> None:
+            nonlocal next_check
             raise_any(failure())
             now = time.monotonic()
             if now > deadline:
                 raise self._timed_out()
-            if now > next_look:
-                next_look = now + _LOOKS_EVERY
+            if now > next_check:
+                next_check = now + _LOOKS_EVERY
                 if (found := self._peers.find_failed(dict.fromkeys(self._links.left, LEFT))) is not None:
                     rank, why = found
                     self.fail(why, rank)
                     raise self.failure() or self._peers.error(rank, why)
                 self.suspect()
 
-        return look
+        return check
 
     def health(self) -> Health:
         """Check which ranks are alive.
@@ -463,14 +463,14 @@ class Channel:
         """
         check: Callable[[], None] | None = None
 
-        def look() -> None:
+        def poll() -> None:
             nonlocal check
             if meanwhile is not None:
                 meanwhile()
-            if self._told is not None:  # the other ranks know of the failure, and will not come
+            if self._cause is not None:  # the other ranks know of the failure, and will not come
                 me = self.global_ranks[self.rank]
                 raise JoinError(
-                    f"Rank {me} cannot wait for the others: it has already reported its failure to them: {self._told}"
+                    f"Rank {me} cannot wait for the others: it has already reported its failure to them: {self._cause}"
                 )
             check = check or self._check(self._known_failure)
             check()
@@ -479,7 +479,7 @@ class Channel:
         self.awaits = (*(awaits or ("", 0, 1 << self.rank)), ready)
         is_awake = self.awaits[0] == "record"  # then other ranks wait for what this rank does next
         try:
-            self._tree.wait(ready, look, self._stream if meanwhile is None else None, is_awake)
+            self._tree.wait(ready, poll, self._stream if meanwhile is None else None, is_awake)
         finally:
             self.awaits = None
 

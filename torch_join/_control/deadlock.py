@@ -88,43 +88,43 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
         places: The answers, by rank.
         names: By rank, its number in the whole job.
     """
-    mine = places[rank]
-    if mine.awaits is not None:
-        channel, what, number, them = mine.awaits
+    own = places[rank]
+    if own.awaits is not None:
+        channel, what, number, them = own.awaits
         awaited = (each for each in places if each != rank and (not them or them >> each & 1))
         return {each for each in awaited if not _has_come(places[each], channel, what, number)}
-    pending = mine.issued.pending
-    if mine.place.kind == "elsewhere" or pending is None:
+    pending = own.issued.pending
+    if own.place.kind == "elsewhere" or pending is None:
         return set()
     group, _, _ = pending[0].partition(":")
-    if mine.place.group not in ("", group):
+    if own.place.group not in ("", group):
         return set()
     members = {names.index(name) for name in groups_of_this_rank().get(group, ()) if name in names}
-    return {each for each in members & places.keys() if each != rank and _is_behind(places[each], mine, *pending)}
+    return {each for each in members & places.keys() if each != rank and _is_behind(places[each], own, *pending)}
 
 
-def _has_come(theirs: Where, channel: int, what: str, number: int) -> bool:
-    if channel not in theirs.passed:  # that rank has left, or another of its threads may come
-        return channel < theirs.opened
-    barrier, gathers, records, *named = theirs.passed[channel]
+def _has_come(other: Where, channel: int, what: str, number: int) -> bool:
+    if channel not in other.passed:  # that rank has left, or another of its threads may come
+        return channel < other.opened
+    barrier, gathers, records, *named = other.passed[channel]
     come = {"barrier": barrier >= number, "gather": gathers > number, "record": records > number}
     return come.get(what, what == "some" and number in named)
 
 
-def _is_behind(theirs: Where, mine: Where, whose: str, number: int, name: str) -> bool:
-    if names := theirs.issued.last.get(whose):
+def _is_behind(other: Where, own: Where, whose: str, number: int, name: str) -> bool:
+    if names := other.issued.last.get(whose):
         return max(names) < number or names.get(number, name) != name
     # That rank has issued none, or its recorder has dropped them. With two backends, `numbers` counts one backend's.
     group, _, _ = whose.partition(":")
-    return bool(theirs.issued.last) and theirs.numbers.get(group, number) < number <= mine.numbers.get(group, 0)
+    return bool(other.issued.last) and other.numbers.get(group, number) < number <= own.numbers.get(group, 0)
 
 
 def deadlocked(places: Mapping[int, Where], names: Sequence[int]) -> dict[int, set[int]]:
     """Return the ranks in a circle of waits, and ranks that wait for these; each with the ranks that it waits for."""
     edges = {rank: found for rank in places if (found := waits_for(rank, places, names))}
-    while ends := {rank for rank, whom in edges.items() if not whom & edges.keys()}:
-        edges = {rank: whom for rank, whom in edges.items() if rank not in ends}
-    return {rank: whom & edges.keys() for rank, whom in edges.items()}
+    while free := {rank for rank, awaited in edges.items() if not awaited & edges.keys()}:
+        edges = {rank: awaited for rank, awaited in edges.items() if rank not in free}
+    return {rank: awaited & edges.keys() for rank, awaited in edges.items()}
 
 
 # ---------------------------------------------------------------- texts
@@ -172,10 +172,10 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
     }
     synced = {rank: where.status.synced for rank, where in found.items() if len(channels) == 1 and where.status}
     usual = "; ".join(cause for cause, may_be in causes.items() if may_be)
-    return f"{DEADLOCK}{_say(found, stuck, names)}.{explain_mixed(synced, names)} Usual causes: {usual}."
+    return f"{DEADLOCK}{_describe_places(found, stuck, names)}.{explain_mixed(synced, names)} Usual causes: {usual}."
 
 
-def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
+def _describe_places(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequence[int]) -> str:
     """Return a text with the ranks' places, and the ranks that they wait for."""
     alike: dict[tuple[str, frozenset[int]], list[int]] = {}
     for rank, where in sorted(places.items()):
@@ -186,12 +186,12 @@ def _say(places: Mapping[int, Where], waits: Mapping[int, set[int]], names: Sequ
             what += f"({pending[-1]}) "
         key = f"{what}at {place.at or 'an unknown place'}{step}", frozenset(waits.get(rank, ()))
         alike.setdefault(key, []).append(rank)
-    said = []
-    for (what, whom), ranks in alike.items():
+    texts = []
+    for (what, others), ranks in alike.items():
         verbs = ("is", "waits") if len(ranks) == 1 else ("are", "wait")
-        awaited = f", and {verbs[1]} for {name_ranks(names[rank] for rank in whom)}" if whom else ""
-        said.append(f"{name_ranks(names[rank] for rank in ranks)} {verbs[0]} {what}{awaited}")
-    return "; ".join(said)
+        awaited = f", and {verbs[1]} for {name_ranks(names[rank] for rank in others)}" if others else ""
+        texts.append(f"{name_ranks(names[rank] for rank in ranks)} {verbs[0]} {what}{awaited}")
+    return "; ".join(texts)
 
 
 # ---------------------------------------------------------------- the watch
@@ -219,7 +219,7 @@ class Watch:
         self._state = state
         self._issued = _compat.Issued({}, None)
         self._asks_from = 0.0  # the time from which its answers include what it has issued
-        self._tells_at, self._told, self._has_logged = 0.0, "", False
+        self._tells_at, self._reported, self._has_logged = 0.0, "", False
         self._pause = LOOKS_EVERY
         self._before: tuple[float, dict[int, Any]] = 0.0, {}  # when ranks were found stuck, and where
 
@@ -227,7 +227,7 @@ class Watch:
         pause = LOOKS_EVERY
         while not self._ended.wait(pause):
             try:
-                pause = self._look()
+                pause = self._check()
             except Exception:  # for example from a group that another thread destroys
                 pause = LOOKS_EVERY
                 _LOG.debug("The deadlock check failed.", exc_info=True)
@@ -263,7 +263,7 @@ class Watch:
         return Where(place, awaits, passed, self._node.opened, numbers, issued, status, ports)
 
     def _ports(self) -> list[_Connection]:
-        return [ends for _, ends in _connections(self._links.files)][:_MOST_PORTS]
+        return [connection for _, connection in _connections(self._links.files)][:_MOST_PORTS]
 
     def last_place(self) -> Where:
         """Return this rank's place when it leaves with an error: what it has issued, and its connections."""
@@ -272,8 +272,8 @@ class Watch:
 
     # ------------------------------------------------------------ acting on the answers
 
-    def _look(self) -> float:
-        """Look once; return the seconds until the next look."""
+    def _check(self) -> float:
+        """Check once; return the seconds until the next check."""
         here, now = self._where(), time.monotonic()
         if here.place.kind == "elsewhere" or here.state != self._state:
             self._reset(here.state)
@@ -292,24 +292,24 @@ class Watch:
                 self._node.call_roll(self._number)
             pause = _ANSWERS_WITHIN
         if here.place.kind != "meeting":
-            self._end_in_vain(here)
+            self._end_futile_wait(here)
         return pause
 
-    def _end_in_vain(self, here: Where) -> None:
+    def _end_futile_wait(self, here: Where) -> None:
         """End a wait that a reported failure makes futile: a wait in a circle, or for a rank that has raised."""
         me, names = self._node.rank, self._node.peers.global_ranks
         streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
-        told = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
-        circle = self._told or next((text for _, text in told if text.startswith(DEADLOCK)), "")
+        failures = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
+        circle = self._reported or next((text for _, text in failures if text.startswith(DEADLOCK)), "")
         if circle:
             self._end_wait(circle, self._places())
-        elif told:
+        elif failures:
             values = {name: value for stream in streams for name, value in [*stream.values.items()]}
             found = {rank: values[name] for rank in range(len(names)) if (name := f"{LEFT_AT}{rank}") in values}
             left = {rank: _codec.decode(value, Where) for rank, value in found.items() if rank != me}
             self._issued = _compat.issued(self._thread[0])
             if waits_for(me, {**left, me: here._replace(issued=self._issued)}, names):
-                self._end_wait(f"{name_ranks([names[told[0][0]]]).capitalize()} failed: {told[0][1]}", left)
+                self._end_wait(f"{name_ranks([names[failures[0][0]]]).capitalize()} failed: {failures[0][1]}", left)
 
     def _judge(self, here: Where, now: float) -> None:
         """Judge the answers, and report a deadlock to all ranks."""
@@ -325,11 +325,11 @@ class Watch:
             if states != before:
                 self._before = now, states
             elif now >= then + (_AGAIN if is_first else 2 * _AGAIN):
-                self._told = describe(stuck, places, names)[:MOST_TEXT]
-                told = _codec.encode((me, self._told))
+                self._reported = describe(stuck, places, names)[:MOST_TEXT]
+                failure = _codec.encode((me, self._reported))
                 with self._links.lock:
                     for number in sorted({self._number, *(number for rank in stuck for number in places[rank].passed)}):
-                        self._node.fail(number, told)
+                        self._node.fail(number, failure)
             return
         self._before = 0.0, {}
         # Pause longer if all ranks have answered: a rank that gets stuck later starts its own roll calls.
@@ -337,16 +337,16 @@ class Watch:
         waiting = [rank for rank, where in places.items() if where.place.kind != "elsewhere"]
         if now - self._asks_from > _TELLS_AFTER and me == min(waiting, default=-1) and now > self._tells_at:
             self._tells_at = now + _TELLS_EVERY
-            said = _say(places, {rank: waits_for(rank, places, names) for rank in places}, names)
+            text = _describe_places(places, {rank: waits_for(rank, places, names) for rank in places}, names)
             seconds = f"{now - self._asks_from:.0f} s"
-            _LOG.warning("Some ranks have waited for others for %s (not necessarily an error): %s.", seconds, said)
+            _LOG.warning("Some ranks have waited for others for %s (not necessarily an error): %s.", seconds, text)
 
-    def _end_wait(self, told: str, places: Mapping[int, Where]) -> None:
+    def _end_wait(self, text: str, places: Mapping[int, Where]) -> None:
         """Shut down the connections between this process and other ranks' processes, which the collective uses."""
         if not self._has_logged:
             self._has_logged = True
             with suppress(Exception):  # raised by a log handler
-                _LOG.error("%s", told)  # gloo's error does not have this text
+                _LOG.error("%s", text)  # gloo's error does not have this text
         others = {(*port[2:], *port[:2]) for rank in places if rank != self._node.rank for port in places[rank].ports}
         for copy, connection in _connections(self._links.files):
             if connection in others:
@@ -370,6 +370,6 @@ def _connections(own: Container[int]) -> Iterator[tuple[socket.socket, _Connecti
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                        ends = (*copy.getsockname()[:2], *copy.getpeername()[:2])
-                        if store not in ends:
-                            yield copy, ends
+                        addresses = (*copy.getsockname()[:2], *copy.getpeername()[:2])
+                        if store not in addresses:
+                            yield copy, addresses

@@ -36,7 +36,7 @@ class Process(NamedTuple):
     @property
     def state(self) -> str:
         """The letter that ps shows; `X` if the process has ended, and `?` if this process cannot find out."""
-        return _look(self.pid, self.began)[0]
+        return _read_stat(self.pid, self.began)[0]
 
     @property
     def is_there(self) -> bool:
@@ -51,7 +51,7 @@ class Process(NamedTuple):
 
 def this_process() -> Process:
     """Return this process; its id is 0 if the system does not show other processes."""
-    began = _look(os.getpid(), None)[1]
+    began = _read_stat(os.getpid(), None)[1]
     return Process(os.getpid() if began else 0, began)
 
 
@@ -63,7 +63,7 @@ def this_host() -> str:
     return f"{os.uname().nodename} {boot} {os.stat('/proc/self/ns/pid').st_ino} {os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _look(pid: int, began: int | None) -> tuple[str, int]:
+def _read_stat(pid: int, began: int | None) -> tuple[str, int]:
     try:
         # The name, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -106,8 +106,8 @@ class Peers:
         note_victim(text)
         return PeerFailedError(text, other, reason)
 
-    def read_failure(self, data: bytes, told: str | None) -> JoinError | None:
-        """Return the error of a failure that a rank has reported; `told` is what this rank has reported itself."""
+    def read_failure(self, data: bytes, cause: str | None) -> JoinError | None:
+        """Return the error of a failure that a rank has reported; `cause` is what this rank has reported itself."""
         me = self.global_ranks[self.rank]
         try:
             rank, reason = _codec.decode(data, tuple[int, str])
@@ -117,7 +117,7 @@ class Peers:
         if reason.startswith(DEADLOCK):
             return JoinError(reason)
         if rank == self.rank:
-            if told is not None:
+            if cause is not None:
                 return None
             return PeerFailedError(f"The other ranks continued or exited without rank {me}: {reason}")
         return self.error(rank, reason)
@@ -132,9 +132,9 @@ class Peers:
 
     def late(self, waited: str, busy: Sequence[int]) -> JoinTimeoutError:
         """Return the error of a rank that has `waited` for longer than its timeout, while these do something else."""
-        who = f"{self.name(busy)} did not reach it" if busy else "all wait"
+        late = f"{self.name(busy)} did not reach it" if busy else "all wait"
         return JoinTimeoutError(
-            f"{waited} to report whether they have a next batch: {who}. Usual causes: a loader that takes longer than"
+            f"{waited} to report whether they have a next batch: {late}. Usual causes: a loader that takes longer than"
             " `timeout`; a `break` at different steps (use may_break=True); a batch that one rank skips with `continue`"
             " (use join.batches(good(loader))); a call that needs all ranks, at a step that each rank counts itself"
             " (pass the counter to Join). Run `py-spy dump` to see where the ranks are."

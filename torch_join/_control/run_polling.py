@@ -9,12 +9,12 @@ T = TypeVar("T")
 _LOOKS_EVERY = 0.05  # seconds
 
 
-def run_polling(act: Callable[[], T], look: Callable[[], None]) -> T:
+def run_polling(act: Callable[[], T], check: Callable[[], None]) -> T:
     """Return what `act` returns, or raise what it raises.
 
     Args:
-        act: Called in another thread, which continues to run if `look` raises.
-        look: Called repeatedly until `act` has returned.
+        act: Called in another thread, which continues to run if `check` raises.
+        check: Called repeatedly until `act` has returned.
     """
     results: list[T] = []
     errors: list[BaseException] = []  # a future would keep the waiting frames and their objects alive
@@ -33,4 +33,4 @@ def run_polling(act: Callable[[], T], look: Callable[[], None]) -> T:
             return results[0]
         if errors:
             raise errors.pop()
-        look()
+        check()

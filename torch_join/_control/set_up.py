@@ -49,7 +49,7 @@ class SetUp:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = Peers(self.rank, dist.get_process_group_ranks(group), {})
         self._device = torch.device("cpu") if _compat.can_send(group, "cpu") else current_device(group)
-        self._begun = self._asks_at = 0.0
+        self._wait_began = self._asks_at = 0.0
         self._until = self._come_until = math.inf  # deadlines of the current wait, and of all waits once ranks have met
 
     def meet(self) -> None:
@@ -62,7 +62,7 @@ class SetUp:
         self._begin_to_wait(math.inf if is_gloo else time.monotonic() + self._timeout.total_seconds())
         with self._finding_the_cause():
             if is_gloo:
-                run_polling(lambda: _compat.meet(self._group, self._timeout), self.look)
+                run_polling(lambda: _compat.meet(self._group, self._timeout), self.check)
             else:
                 self._gather(torch.zeros(1))
         self._come_until = time.monotonic() + _COME_WITHIN  # nearly the same on all ranks
@@ -78,26 +78,26 @@ class SetUp:
                     raise _codec.Malformed(f"messages of {sizes} bytes")
                 padded = torch.zeros(max(sizes), dtype=torch.uint8)
                 padded[: len(data)] = data
-                said = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
-                return [_codec.decode(each, of) for each in said]
+                messages = [copied_bytes(each[:size]) for each, size in zip(self._gather(padded), sizes, strict=True)]
+                return [_codec.decode(each, of) for each in messages]
             except _codec.Malformed as problem:
                 raise _codec.foreign("the ranks' first message", problem) from None
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         timeout = timedelta(seconds=max(1.0, self._until - time.monotonic()))
-        found = _compat.gather_directly(self._group, tensor.to(self._device), self.look, timeout)
+        found = _compat.gather_directly(self._group, tensor.to(self._device), self.check, timeout)
         return [each.cpu() for each in found]
 
     # ------------------------------------------------------------ failures
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if another rank's process has ended, or the wait has timed out. Waits call this repeatedly.
 
         It asks the system about processes on this host, including stopped ones, and gloo about those on other hosts.
         """
         now = time.monotonic()
         if (found := self.peers.find_failed({})) is None and now > self._asks_at:
-            self._asks_at = now + min(now - self._begun, _ASKS_EVERY)
+            self._asks_at = now + min(now - self._wait_began, _ASKS_EVERY)
             others = {*range(self.world_size)} - {self.rank, *self.peers.processes}
             gone = [rank for rank in sorted(others) if _compat.is_gone(self._group, rank)]
             found = self.peers.first_of(dict.fromkeys(gone, GONE)) if gone else None
@@ -110,8 +110,8 @@ class SetUp:
 
     def _begin_to_wait(self, until: float) -> None:
         self.peers.begin_to_watch()
-        self._until, self._begun = until, time.monotonic()
-        self._asks_at = self._begun + _ASKS_AFTER
+        self._until, self._wait_began = until, time.monotonic()
+        self._asks_at = self._wait_began + _ASKS_AFTER
 
     @contextmanager
     def _finding_the_cause(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class SetUp:
                 raise self._late() from error
             deadline = time.monotonic() + _BREAKS_WITHIN
             while time.monotonic() < deadline:
-                self.look()
+                self.check()
                 time.sleep(0.02)
             me = self.peers.global_ranks[self.rank]
             text = f"Rank {me} cannot connect, because its process group does not work. {type(error).__name__}: {error}"
@@ -135,10 +135,10 @@ class SetUp:
 
     def _late(self, ranks: Sequence[int] = ()) -> JoinTimeoutError:
         me, others = self.peers.global_ranks[self.rank], [rank for rank in range(self.world_size) if rank != self.rank]
-        who = self.peers.name(ranks or others)
+        missing = self.peers.name(ranks or others)
         if not ranks and len(others) > 1:
-            who = f"one or more of {who}"
-        waited = f"Rank {me} waited {time.monotonic() - self._begun:.0f} s for {who}"
+            missing = f"one or more of {missing}"
+        waited = f"Rank {me} waited {time.monotonic() - self._wait_began:.0f} s for {missing}"
         gone = "killed, stopped, or cut off from the network"
         if self._come_until < math.inf:
             problem = f" {self.problem}" if self.problem else ""

@@ -89,9 +89,9 @@ class Audit:
         if self._hands_over_ignored is None and (ignored := ignored_parameters(self._objects)):
             self._ignored = checksums(list(ignored.values()))
         if self._often:
-            self.forgotten.look()
-            looked = self._look(settled) if untouched else {}
-            self._before = _described({**looked, "found": self._found()}, exact=False)
+            self.forgotten.search()
+            values = self._state(settled) if untouched else {}
+            self._before = _described({**values, "found": self._found()}, exact=False)
 
     def note(self, at_last: bool) -> None:
         """Record objects that this rank alone may keep, in case it runs out before others; see `Forgotten.note`."""
@@ -103,10 +103,10 @@ class Audit:
         ignored = list(ignored_parameters(self._objects).values())
         if not ignored or self._hands_over_ignored:
             return frozenset()
-        everyone = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
-        if None in everyone:  # not wanted, or not in a tail
+        answers = [None] if self._hands_over_ignored is False else channel.gather(self._ignored, of=list[int] | None)
+        if None in answers:  # not wanted, or not in a tail
             return frozenset(map(id, ignored))
-        alike = [len(set(sums)) == 1 for sums in zip(*everyone, strict=True)]
+        alike = [len(set(sums)) == 1 for sums in zip(*answers, strict=True)]
         return frozenset(id(p) for p, is_alike in zip(ignored, alike, strict=True) if not is_alike)
 
     def end(
@@ -130,7 +130,7 @@ class Audit:
         if not self._often:
             self.forget()
             return
-        parameters, rest = ({}, {}) if settled else self._captured(local, exact=True, takes=True)
+        parameters, rest = ({}, {}) if settled else self._captured(local, exact=True, with_rest=True)
         after = _described({"handed over": parameters | rest, "found": self._found()}, exact=True)
         after["gradients"] = self._gradients() if has_gradients else {}
         kept = self.forgotten.kept
@@ -138,12 +138,12 @@ class Audit:
         when = f"When {name_ranks(joined)} ran out of inputs"
         found = _differences(channel, {"parameters": {}, "settled": {}, **before}, after, kept)
         if stepped is not None:
-            found[2] = {name: said for name, said in found[2].items() if len({said[rank] for rank in stepped}) == 1}
+            found[2] = {name: row for name, row in found[2].items() if len({row[rank] for rank in stepped}) == 1}
         texts = zip((_DIFFERED, _LOSSY, _STALE, _EMPTY, _ALONE), found, strict=True)
-        said = [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
-        if self._unsynced is not None and self._unsynced.untold:
-            said.append(_UNTOLD.format(what=", ".join(self._unsynced.untold[:_SHOWN])))
-        self._warn(channel, said)
+        remarks = [text.format(when=when, what=_list(items, channel.global_ranks)) for text, items in texts if items]
+        if self._unsynced is not None and self._unsynced.undecided:
+            remarks.append(_UNDECIDED.format(what=", ".join(self._unsynced.undecided[:_SHOWN])))
+        self._warn(channel, remarks)
 
     def even(self, channel: Channel, has_gradients: bool, left: bool = False) -> None:
         """Compare, on every rank, at the end of a loop in which no rank has joined before another.
@@ -154,35 +154,35 @@ class Audit:
             left: Whether this rank has left the loop by `break`. It is not compared with ranks that came to the end.
         """
         if self._often is True:
-            looked = _described(self._look(settled=True), exact=False)
-            looked["gradients"] = self._gradients() if has_gradients else {}
+            state = _described(self._state(settled=True), exact=False)
+            state["gradients"] = self._gradients() if has_gradients else {}
             if left:
-                looked = {f"{which}, after a break": items for which, items in looked.items()}
-            found, *_ = _differences(channel, {**looked, "found": {}}, {})
+                state = {f"{which}, after a break": items for which, items in state.items()}
+            found, *_ = _differences(channel, {**state, "found": {}}, {})
             self._warn(
                 channel,
                 [_DIFFERED.format(when="After an even loop", what=_list(found, channel.global_ranks))] if found else [],
             )
 
-    def _warn(self, channel: Channel, said: list[str]) -> None:
-        if said and channel.rank == 0:
-            JoinDriftWarning.warn(" ".join(said))
+    def _warn(self, channel: Channel, remarks: list[str]) -> None:
+        if remarks and channel.rank == 0:
+            JoinDriftWarning.warn(" ".join(remarks))
 
     # ------------------------------------------------------------ the state
 
-    def _look(self, settled: bool) -> dict[str, Leaves]:
+    def _state(self, settled: bool) -> dict[str, Leaves]:
         local = frozenset(map(id, ignored_parameters(self._objects).values()))
-        parameters, rest = self._captured(local, exact=False, takes=settled)
+        parameters, rest = self._captured(local, exact=False, with_rest=settled)
         return {"parameters": parameters, "settled": rest}
 
-    def _captured(self, local: frozenset[int], exact: bool, takes: bool) -> tuple[Leaves, Leaves]:
-        """Return the parameters and, if `takes`, all other state; buffers only if `exact`."""
+    def _captured(self, local: frozenset[int], exact: bool, with_rest: bool) -> tuple[Leaves, Leaves]:
+        """Return the parameters and, if `with_rest`, all other state; buffers only if `exact`."""
         capture = Capture(canonical=True, local=local)
         parameters, rest = Leaves(), Leaves()
         names: dict[int, str] = {}
         for name, thing in named(self._objects):
             kind = kind_of(thing)
-            if kind.name not in _KINDS or not (takes or kind.name in _KINDS[:2]):
+            if kind.name not in _KINDS or not (with_rest or kind.name in _KINDS[:2]):
                 continue
             try:
                 state = kind.capture(thing, capture, name).state
@@ -195,7 +195,7 @@ class Audit:
                         for key, slot in content.items():
                             names.setdefault(slot.index, f"{name}: {key}")
                             parameters.setdefault(names[slot.index], capture.tensors[slot.index])
-                    elif takes and (exact or part not in ("buffers", "extra")):
+                    elif with_rest and (exact or part not in ("buffers", "extra")):
                         prefix = f"{name}: {part}" if not one else f"{name}: {part} of optimizer {one} in it"
                         for path, leaf in leaves(content, prefix):
                             if isinstance(leaf, Slot):
@@ -255,16 +255,16 @@ _ALONE = (
     " {what}. Keep it on all ranks, update it in each step, and pass it to Join. (Ignore this warning if it is not an"
     " average, or not updated in each step.)"
 )
-_UNTOLD = (
+_UNDECIDED = (
     "In the tail of a loop, each rank kept its own {what}. Code changed these buffers before the step's forward, in"
     " which DDP broadcasts them, so Join cannot tell whether they were identical before. Pass hand_over_buffers=True"
     " to make them identical on all ranks, or False to keep each rank's own."
 )
 
 
-def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
+def _described(parts: dict[str, Leaves], exact: bool) -> dict[str, Items]:
     # A tensor with several names is hashed once.
-    tensors = {id(leaf): leaf for leaves in looked.values() for leaf in leaves.values() if isinstance(leaf, Tensor)}
+    tensors = {id(leaf): leaf for leaves in parts.values() for leaf in leaves.values() if isinstance(leaf, Tensor)}
     with torch.no_grad():
         sums = dict(zip(tensors, checksums([*tensors.values()], exact), strict=True))
     return {
@@ -274,7 +274,7 @@ def _described(looked: dict[str, Leaves], exact: bool) -> dict[str, Items]:
             else _short(leaf + 0.0 if isinstance(leaf, float) else leaf)
             for name, leaf in leaves.items()
         }
-        for key, leaves in looked.items()
+        for key, leaves in parts.items()
     }
 
 
@@ -287,32 +287,32 @@ def _differences(
     channel: Channel, before: dict[str, Items], after: dict[str, Items], kept: Items | None = None
 ) -> list[dict[str, list[Any]]]:
     """Return the differences by rank: at the join, in the state handed over, in found values, gradients, averages."""
-    looked = {f"before, {key}": items for key, items in before.items()} | after
-    digests = {key: hash_of(repr(sorted(items.items())).encode()) if items else "" for key, items in looked.items()}
+    described = {f"before, {key}": items for key, items in before.items()} | after
+    digests = {key: hash_of(repr(sorted(items.items())).encode()) if items else "" for key, items in described.items()}
     kept = kept or {}
     digests["kept"] = "asked" if {"changed", "unknown"} & {*kept.values()} else ""
-    everyone = channel.gather(digests, of=dict[str, str])
-    held = channel.gather(kept, of=Items) if any(said.pop("kept", "") for said in everyone) else []
-    alone = {name: said for name, said in _unlike(held).items() if None in said and {"changed", "unknown"} & {*said}}
+    all_digests = channel.gather(digests, of=dict[str, str])
+    held = channel.gather(kept, of=Items) if any(each.pop("kept", "") for each in all_digests) else []
+    alone = {name: row for name, row in _unlike(held).items() if None in row and {"changed", "unknown"} & {*row}}
     # A digest that one rank lacks is not compared.
-    known = [key for key in digests if all(said.get(key) for said in everyone)]
-    differing = [key for key in known if len({said[key] for said in everyone}) > 1]
+    known = [key for key in digests if all(each.get(key) for each in all_digests)]
+    differing = [key for key in known if len({each[key] for each in all_digests}) > 1]
     wanted = [key for key in differing if key != "before, found" and (key != "found" or "before, found" in known)]
-    result = {key: _unlike(channel.gather(looked[key], of=Items)) for key in wanted}
+    result = {key: _unlike(channel.gather(described[key], of=Items)) for key in wanted}
     if "found" in result:
         result["found"] = _alike_before(channel.gather(before["found"], of=Items), result["found"])
-    at_join = {name: said for key in result if key.startswith("before, ") for name, said in result[key].items()}
+    at_join = {name: row for key in result if key.startswith("before, ") for name, row in result[key].items()}
     return [at_join, *(result.get(key, {}) for key in ("handed over", "found", "gradients")), alone]
 
 
-def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _alike_before(by_rank: list[Items], found: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the values that differ now, and were equal on all ranks before, or are new and equal where present."""
-    before = _unlike(everyone)
-    usual = everyone[0].keys() - before.keys()
-    known = set().union(*everyone)
+    before = _unlike(by_rank)
+    usual = by_rank[0].keys() - before.keys()
+    known = set().union(*by_rank)
     # Lists of a rank's own items, such as the outputs of its steps, and empty lists that may get such items.
     own = {name[:place] for name in before for place, letter in enumerate(name) if letter == "["}
-    own |= {name[4:-1] for name in usual if name.startswith("len(") and everyone[0][name] == "0"}
+    own |= {name[4:-1] for name in usual if name.startswith("len(") and by_rank[0][name] == "0"}
     lists = tuple(f"{name}[" for name in own if f"len({name})" in known)
     return {
         name: values
@@ -326,10 +326,10 @@ def _alike_before(everyone: list[Items], found: dict[str, list[Any]]) -> dict[st
     }
 
 
-def _unlike(everyone: list[Items]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for items in everyone for name in items)
-    said = {name: [items.get(name) for items in everyone] for name in names}
-    return {name: values for name, values in said.items() if len(set(values)) > 1}
+def _unlike(by_rank: list[Items]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for items in by_rank for name in items)
+    table = {name: [items.get(name) for items in by_rank] for name in names}
+    return {name: values for name, values in table.items() if len(set(values)) > 1}
 
 
 def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
@@ -344,5 +344,5 @@ def _list(found: dict[str, list[Any]], names: Sequence[int]) -> str:
 def _value(name: str, values: list[Any], names: Sequence[int]) -> str:
     if any(value is not None and value.startswith("#") for value in values):
         return name
-    said = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in zip(names, values, strict=True))
-    return f"{name} ({said})"
+    described = ", ".join(f"{value or 'missing'} on rank {rank}" for rank, value in zip(names, values, strict=True))
+    return f"{name} ({described})"

@@ -36,7 +36,7 @@ class UnsyncedBuffers:
 
     Attributes:
         can_tell: Whether more than one rank had trained at the last `agree`, or the user has decided.
-        untold: The names of buffers that a step had changed before its forward, when `look` ran.
+        undecided: The names of buffers that a step had changed before its forward, when `record` ran.
     """
 
     def __init__(self, models: Sequence[Unsynced], always: bool | None) -> None:
@@ -49,9 +49,9 @@ class UnsyncedBuffers:
         """Forget the recorded state, after a tail."""
         self._seen: tuple[dict[str, int], list[str]] | None = None  # digests, and buffers changed before a forward
         self._alike: set[str] = set()
-        self.untold: list[str] = []
+        self.undecided: list[str] = []
 
-    def look(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
+    def record(self, trained: Sequence[nn.Module], changed: Container[int] = ()) -> None:
         """Take digests of the buffers, on every rank, when the first ranks join.
 
         Args:
@@ -62,21 +62,21 @@ class UnsyncedBuffers:
         _trained.update(trained)
         if self._unsynced and self._always is None:
             digests = self._digests([model for model, _ in self._unsynced if model in _trained])
-            own = [(path, its) for path, (m, its) in self._modules().items() if not _compat_state.keeps_statistics(m)]
-            self._seen = digests, [f"{path}.{name}" for path, its in own for name in its if id(its[name]) in changed]
+            own = [(path, b) for path, (m, b) in self._modules().items() if not _compat_state.keeps_statistics(m)]
+            self._seen = digests, [f"{path}.{name}" for path, b in own for name in b if id(b[name]) in changed]
 
     def agree(self, channel: Channel) -> bool:
         """Decide which buffers are handed over, and return whether any are; every rank calls this."""
         if not self._unsynced or self._always is not None:
             return bool(self._unsynced and self._always)
         # With only one trained rank, nothing can be concluded.
-        said = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
-        trained = [digests for digests, _ in filter(None, said) if digests]
+        answers = channel.gather(self._seen, of=tuple[dict[str, int], list[str]] | None)
+        trained = [digests for digests, _ in filter(None, answers) if digests]
         self.can_tell = len(trained) > 1
         first = trained[0] if self.can_tell else {}
-        self._alike = {path for path, digest in first.items() if all(its.get(path) == digest for its in trained)}
-        changed = sorted({name for _, names in filter(None, said) for name in names})
-        self.untold = [name.replace(": .", ": ") for name in changed if name.rpartition(".")[0] not in self._alike]
+        self._alike = {path for path, digest in first.items() if all(each.get(path) == digest for each in trained)}
+        changed = sorted({name for _, names in filter(None, answers) for name in names})
+        self.undecided = [name.replace(": .", ": ") for name in changed if name.rpartition(".")[0] not in self._alike]
         return bool(self._alike)
 
     def doubtful(self) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +94,7 @@ class UnsyncedBuffers:
 
     def state_dict(self) -> dict[str, tuple[Buffers, list[str]]]:
         """Return the buffers to hand over, by module, and which of them are saved with the model."""
-        modules = {path: its for path, its in self._modules().items() if self._always or path in self._alike}
+        modules = {path: entry for path, entry in self._modules().items() if self._always or path in self._alike}
         return {
             path: (buffers, [name for name in buffers if _compat.is_persistent(module, name)])
             for path, (module, buffers) in modules.items()
@@ -103,14 +103,14 @@ class UnsyncedBuffers:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, tuple[Buffers, list[str]]]) -> None:
         """Load the buffers that another rank hands over."""
-        here = self._modules(all_of_them=True)
-        for path, (theirs, persistent) in state.items():
-            module, mine = here[path]
-            for name in mine.keys() - theirs.keys():
+        modules = self._modules(all_of_them=True)
+        for path, (received, persistent) in state.items():
+            module, own = modules[path]
+            for name in own.keys() - received.keys():
                 setattr(module, name, None)
-            for name, buffer in theirs.items():
-                if TensorSpec.of(buffer).fits(mine.get(name)):
-                    mine[name].copy_(buffer)
+            for name, buffer in received.items():
+                if TensorSpec.of(buffer).fits(own.get(name)):
+                    own[name].copy_(buffer)
                 else:
                     set_own(module, name, buffer, name in persistent)
 

@@ -83,9 +83,9 @@ def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
     # A rank that owns a shard has sent its change to the others, with the parameters that it stepped for them.
     inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
     unknown = [rank for rank in early if words[rank][1] is None]
-    changed = {rank: its for rank in early if (its := words[rank][1])}
+    changed = {rank: objects for rank in early if (objects := words[rank][1])}
     if inside and changed:
-        what = "; ".join(dict.fromkeys(name for its in changed.values() for name in its))
+        what = "; ".join(dict.fromkeys(name for objects in changed.values() for name in objects))
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
         raise JoinError(
             f"{ranks[0].upper()}{ranks[1:]} left the loop with `break` and then changed {what} while {others} were"

@@ -58,7 +58,7 @@ class Forgotten:
         self._given = given
         self._noted: dict[str, tuple[Any, set[int], list[int]]] = {}
         self._trained: list[int] = []  # checksums of the given models at the last `note`
-        self._begun: dict[str, tuple[list[weakref.ref[Tensor]], list[int]]] = {}
+        self._at_start: dict[str, tuple[list[weakref.ref[Tensor]], list[int]]] = {}
         self._follows: dict[str, bool] = {}  # whether a step has changed an object that this rank keeps, if known
         self.clear()
 
@@ -70,12 +70,12 @@ class Forgotten:
     def note(self, at_last: bool) -> None:
         """Record the objects before the last step of a rank that runs out before others, or as such a loop starts."""
         kept = self._found  # if another rank has joined before
-        self.look(sys._getframe(1))
+        self.search(sys._getframe(1))
         noted = {name: (*found, self._sums(*found)) for name, found in self._found.items()}
         if at_last:
             self._noted, self._trained = noted, self._sums_given()
         else:  # weak references, so that nothing is kept alive for a whole loop
-            self._begun = {
+            self._at_start = {
                 name: ([weakref.ref(tensor) for _, tensor in _tensors(thing, own)], sums)
                 for name, (thing, own, sums) in noted.items()
             }
@@ -92,20 +92,20 @@ class Forgotten:
         self._is_unknown = not has_run or (bool(self._noted) and not stepped)
         for name, (*found, sums) in self._noted.items() if stepped else ():
             self._follows[name] = self._follows.get(name, False) or self._sums(*found) != sums
-        for name, (before, sums) in self._begun.items():
+        for name, (before, sums) in self._at_start.items():
             thing, own = self._found.get(name, ((), set()))
             in_place = [id(each()) for each in before] == [id(tensor) for _, tensor in _tensors(thing, own)]
             if in_place and self._sums(thing, own) != sums:
                 self._follows[name] = True
-        self._noted, self._begun = {}, {}
+        self._noted, self._at_start = {}, {}
 
     @property
     def kept(self) -> dict[str, str]:
         """By object: "changed" if a step changed it before this rank ran out, "unknown" if unclear, else "there"."""
         kept = dict.fromkeys(self._found, "there")
         if self._has_left:
-            said = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
-            kept = {name: said[self._follows.get(name)] for name in kept}
+            texts = {True: "changed", False: "there", None: "unknown" if self._is_unknown else "there"}
+            kept = {name: texts[self._follows.get(name)] for name in kept}
         return kept
 
     def _sums_given(self) -> list[int]:
@@ -116,7 +116,7 @@ class Forgotten:
     def _sums(thing: Any, own: set[int]) -> list[int]:
         return checksums([tensor for _, tensor in _tensors(thing, own)])
 
-    def look(self, frame: FrameType | None = None) -> None:
+    def search(self, frame: FrameType | None = None) -> None:
         """Search for such objects.
 
         Args:
@@ -124,9 +124,9 @@ class Forgotten:
         """
         self.clear()
         with suppress(Exception):  # a user's class may raise at any access
-            self._look(_frames(sys._getframe(1) if frame is None else frame))
+            self._search(_frames(sys._getframe(1) if frame is None else frame))
 
-    def _look(self, frames: Sequence[FrameType]) -> None:
+    def _search(self, frames: Sequence[FrameType]) -> None:
         seen: set[int] = set()
         held = [found for thing in self._given for _, found in _objects(thing, "", seen, _DEPTH + 1)]
         models = [thing for thing in held if isinstance(thing, nn.Module)]

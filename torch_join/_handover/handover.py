@@ -90,9 +90,9 @@ def hand_over(
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
         word, packed = _word(objects, source, channel, capture)
-        everyone = channel.begin_gather(word._replace(left=left), of=_Word)
+        pending = channel.begin_gather(word._replace(left=left), of=_Word)
         meanwhile()
-        words = everyone()
+        words = pending()
         check([word.left for word in words if word.left is not None], channel.global_ranks, channel.rank)
         _raise_any([word.problem for word in words])
         _agree(words)
@@ -143,10 +143,10 @@ def _raise_any(problems: Sequence[_Problem | None]) -> None:
     found = [problem for problem in problems if problem is not None]
     if not found:
         return
-    said = _by_rank([None if problem is None else problem[1] for problem in problems])
+    ranks_by_text = _by_rank([None if problem is None else problem[1] for problem in problems])
     is_of_type, _ = found[0]
     raise (JoinTypeError if is_of_type else JoinValueError)(
-        " ".join(f"{ranks}: {text}" for text, ranks in said.items())
+        " ".join(f"{ranks}: {text}" for text, ranks in ranks_by_text.items())
     )
 
 

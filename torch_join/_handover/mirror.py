@@ -102,7 +102,7 @@ class StepMirror:
             else:
                 asked.append((place, gradient.detach().any()))
         before, now = self._sums, self._checksums() if with_parameters else self._sums
-        differ = [theirs != mine for (_, theirs), (_, mine) in zip(before, now, strict=True)] if with_parameters else []
+        differ = [old != new for (_, old), (_, new) in zip(before, now, strict=True)] if with_parameters else []
         flags = read([*(flag for _, flag in asked), *differ])  # the only read from the device
         for (place, _), (holds_something,) in zip(asked, flags, strict=False):
             if not holds_something:

@@ -61,7 +61,7 @@ def unpack(data: bytes, specs: Sequence[TensorSpec], tensors: Sequence[Sequence[
 
 
 def _filled(specs: Sequence[TensorSpec], tensors: Sequence[Sequence[Tensor]]) -> Bucket:
-    return [(spec, its) for spec, its in zip(specs, tensors, strict=True) if spec.nbytes]
+    return [(spec, pieces) for spec, pieces in zip(specs, tensors, strict=True) if spec.nbytes]
 
 
 def _buckets(specs: Sequence[TensorSpec], device: str) -> Iterator[list[int]]:
@@ -213,8 +213,8 @@ def exchange(
         own = data[first : first + at_once]
         sent = torch.zeros((min(at_once, max(counts) - first), width), dtype=torch.uint8, device=place)
         sent[: len(own)] = own
-        takes = to is None or to == dist.get_rank(group)
-        got = [torch.empty_like(sent) for _ in counts] if takes else None
+        receives = to is None or to == dist.get_rank(group)
+        got = [torch.empty_like(sent) for _ in counts] if receives else None
         if to is None:
             dist.all_gather(got, sent, group=group)
         else:

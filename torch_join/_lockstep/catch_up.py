@@ -82,7 +82,7 @@ class CatchUp:
                 hand_over([self._buffers], self._active[0], self._channel, self._group)
 
     def _decide(self, has_trained: bool) -> None:
-        self._buffers.look([model for model, _ in self._unsynced] if has_trained else [])
+        self._buffers.record([model for model, _ in self._unsynced] if has_trained else [])
         self._gives = self._buffers.agree(self._channel)
 
     @torch.inference_mode(False)

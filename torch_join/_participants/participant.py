@@ -81,10 +81,10 @@ class Driver(Protocol):
         tail_log: Receives announcements.
         step_number: The current step, counted from the start of the loop.
         loop_number: The number of the current loop over `batches`, from 1; 0 outside of a loop.
-        joined_amid: Whether this rank ran out of batches after a forward whose backward may still follow.
+        joined_mid_step: Whether this rank ran out of batches after a forward whose backward may still follow.
     """
 
-    joined_amid: bool = False
+    joined_mid_step: bool = False
     members: Membership
     tail_log: Announcer
     step_number: int = 0

@@ -48,9 +48,9 @@ class Agreement:
         checksum, count, kind, compared = self._noted
         return checksum, count, kind if compared is None else f"{kind} {compared}"
 
-    def note(self, said: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
+    def note(self, announcement: Announcement, leads: bool, in_window: bool = False) -> _codec.Encoded:
         """Add an announcement; return it encoded for sending, with its whole payload if this rank `leads`."""
-        index, kind, payload = said
+        index, kind, payload = announcement
         # Other payloads hold details that only the lowest rank needs, and that may differ between ranks.
         compared = payload if kind in _COMPARED or isinstance(payload, Apart) else None
         if kind == "forward" and in_window:  # ranks differ in whether the first forward syncs: a window may be 1 batch
@@ -58,7 +58,7 @@ class Agreement:
         encoded = _codec.encode((index, kind, compared))
         checksum, count, *_ = self._noted
         self._noted = crc32(encoded, checksum), count + 1, kind, compared
-        return encoded if compared is payload or not leads else _codec.encode(said)
+        return encoded if compared is payload or not leads else _codec.encode(announcement)
 
     def compare(self, rank: int, active: tuple[int, ...]) -> None:
         """Compare the announcements so far, at the start of a step; does not wait for other ranks.
@@ -120,10 +120,10 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
         statuses: By rank name, the `Status` of each rank that answered, or `None`.
     """
     models = {rank: status.models for rank, status in statuses.items() if status}
-    for mine in models.values():
-        for theirs in models.values():
+    for one in models.values():
+        for other in models.values():
             # A rank that is merely ahead has run more forwards too; this one has only synced more.
-            if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(mine, theirs, strict=False)):
+            if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(one, other, strict=False)):
                 synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                 return JoinError(explain_counts(synced))
     words = {rank: status.word for rank, status in statuses.items() if status and status.word}

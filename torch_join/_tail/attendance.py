@@ -195,7 +195,7 @@ class Attendance(Driver):
                     self.tail.compare_steps(self.steps, members.meets_late)
             at_top = asked and self.in_loop and loop is not None and loop.asked
             if joined:
-                self.joined_amid = any(model.awaits_backward for model in self.tail_log.models())
+                self.joined_mid_step = any(model.awaits_backward for model in self.tail_log.models())
                 is_first = loop is None or (self.in_loop and self.step_number == loop.first)
                 self.tail.serve(at_top, has_run=self.plain_steps > 0 or not is_first)
                 return False

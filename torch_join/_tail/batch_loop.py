@@ -105,11 +105,11 @@ class BatchLoop:
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
         begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
-        said = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
-        lengths, hyper, ways, everyone, steps, loops, dealt, synced = zip(*said, strict=True)
+        answers = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
+        lengths, hyper, ways, all_given, steps, loops, dealt, synced = zip(*answers, strict=True)
         log.warn_if_mixed(synced)
         if driver.begins_with_loop:
-            driver.tail.compare_given(everyone)
+            driver.tail.compare_given(all_given)
         compare(hyper, members.global_ranks)
         if _ASKS not in ways:
             return False
@@ -138,8 +138,8 @@ class BatchLoop:
             self.schedule = self._choose_placeholders(lengths, placeholder)
         driver.place, driver.step_number = Place.LOOP, self.first
         driver.steps.forget()
-        mine = lengths[members.rank] or 0
-        if self.asked and placeholder is None and any(length is None or length > mine for length in lengths):
+        own_length = lengths[members.rank] or 0
+        if self.asked and placeholder is None and any(length is None or length > own_length for length in lengths):
             driver.tail.note(at_last=False)
         log.parting.begin_loop(log.channel)
         log.synced = {}
@@ -170,7 +170,7 @@ class BatchLoop:
                 driver.step.check = planned.check_barrier
                 return planned
         if driver.options.may_break or (driver.members.meets_late and None not in lengths):
-            return EachUse(driver.step, self.reader, lengths, driver.tail.look)
+            return EachUse(driver.step, self.reader, lengths, driver.tail.record_at_top)
         if driver.members.meets_late or None in lengths:
             return EachBatch(driver.step, self.reader)
         known = cast(list[int], [*lengths])
@@ -241,8 +241,8 @@ class BatchLoop:
         driver.tail_log.parting.end()
         rank = driver.members.rank
         if not schedule.begin(number):
-            lengths, ends = schedule.expected, number + 1
-            if lengths and lengths[rank] == ends and any(n is None or n > ends for n in lengths):
+            lengths, next_step = schedule.expected, number + 1
+            if lengths and lengths[rank] == next_step and any(n is None or n > next_step for n in lengths):
                 driver.tail.note()  # this step is expected to be the last one on this rank, but not on all
             return True
         goes_on: bool = driver.go_on()
@@ -300,17 +300,17 @@ class BatchLoop:
             self.stopwatch.leave(driver.step.batch_count)
         (self.source or self.reader).leave()
         log.remember_gradients()
-        lengths, ends_at = self.schedule.lengths, driver.step_number + 1
-        self._left_at = ends_at
+        lengths, left_at = self.schedule.lengths, driver.step_number + 1
+        self._left_at = left_at
         # If no rank can run out before another, there is no handover.
-        ends = in_tail or lengths is None or min(lengths) <= ends_at < max(lengths)
-        driver.tail.leave_early(watches=at_once and ends and driver.members.world_size > 1)
+        hands_over = in_tail or lengths is None or min(lengths) <= left_at < max(lengths)
+        driver.tail.leave_early(watches=at_once and hands_over and driver.members.world_size > 1)
         driver.place, log.has_to_meet = Place.LEFT, True
         self.stepped = driver.step.drop() or self.stepped
         log.parting.end()
         # Other ranks may still train, or wait at the end of the `with`: with the tap, this rank's next collective first
         # finishes the loop. All ranks must choose alike at a step that is, or may be, some rank's last one.
-        is_last = (lengths is None or ends_at in lengths) and not isinstance(self.schedule, Planned)
+        is_last = (lengths is None or left_at in lengths) and not isinstance(self.schedule, Planned)
         if in_tail or is_last or driver.members.meets_late or driver.end_with_loop is not None:
             log.tap.install()
         else:
@@ -354,12 +354,12 @@ class BatchLoop:
         if stopwatch is None or (monitor := driver.options.monitor) is None:
             return
         given, received = rebalancing.exchanged
-        mine = stopwatch.stop(given, received, rebalancing.nbytes)
+        own_record = stopwatch.stop(given, received, rebalancing.nbytes)
         if self.placeholders is None and not driver.tail_log.models():
             trains = self._grad_enabled
         with driver.tail_log.telling():
             record = monitor.add_loop(
-                mine, driver.tail_log.channel, trains, rebalancing.enabled, driver.options.weighting
+                own_record, driver.tail_log.channel, trains, rebalancing.enabled, driver.options.weighting
             )
             if record is not None:
                 driver.log_epoch(record.metrics(), monitor.steps - 1)

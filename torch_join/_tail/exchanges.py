@@ -57,14 +57,14 @@ class PositionExchange(Participant):
         return self._exchange(place)
 
     def _check_window(self, name: str) -> None:
-        if (amid := self.driver.is_amid_window()) is False:
+        if (mid_window := self.driver.is_mid_window()) is False:
             return
         text = (
             f"{name} was called at step {self.driver.step_number} of a loop, within an accumulation window: rank"
             f" {self.members.name} holds gradients that its optimizer has not used yet. Because states hold no"
             " gradients, a resumed run would lose these batches. Save after the optimizer's step or zero_grad()."
         )
-        if amid:
+        if mid_window:
             raise JoinError(text)
         JoinDataWarning.warn(f"If the optimizer has already used this rank's gradients, ignore this warning. {text}")
 
@@ -87,13 +87,13 @@ class PositionExchange(Participant):
             JoinError: Some ranks seem to have continued at two checks in a row.
         """
         answers, asked = self.tail_log.channel.health().answers, cast(TailLog, self.tail_log).asked
-        _, mine = answers.get(self.members.rank, (False, None))
+        _, own_status = answers.get(self.members.rank, (False, None))
         gone = set()
         for rank in self.members.active:
             waits, status = answers.get(rank, (False, None))
-            if status is None or mine is None or status.asked >= asked:
+            if status is None or own_status is None or status.asked >= asked:
                 continue
-            ahead = any(theirs[0] > own[0] for theirs, own in zip(status.models, mine.models, strict=False))
+            ahead = any(other[0] > own[0] for other, own in zip(status.models, own_status.models, strict=False))
             if waits or ahead:
                 gone.add(rank)
         if again := gone & before:
@@ -183,7 +183,7 @@ class StopExchange(Participant):
         self.driver.signals.in_loops = True
 
     def _meet(self, name: str) -> None:
-        signals, everyone = self.driver.signals, range(self.members.world_size)
+        signals, ranks = self.driver.signals, range(self.members.world_size)
         signals.listen()
-        said = self.tail_log.channel.gather(signals.received, of=bool, among=(name, everyone))
-        signals.agreed = any(said)
+        answers = self.tail_log.channel.gather(signals.received, of=bool, among=(name, ranks))
+        signals.agreed = any(answers)

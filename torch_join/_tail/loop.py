@@ -117,10 +117,10 @@ class LoopDriver(Attendance):
             for each in self.tail_log.participants:
                 each.after_all(self.members.last_joiner)
             # This gather keeps each process alive until all ranks get here.
-            words = hyperparameters(self.given), self.tail_log.synced_steps()
-            said = self.tail_log.channel.gather(words, of=tuple[Hyperparameters, list[Synced]])
-            everyone, synced = zip(*said, strict=True)
-            compare(everyone, self.members.global_ranks)
+            own = hyperparameters(self.given), self.tail_log.synced_steps()
+            answers = self.tail_log.channel.gather(own, of=tuple[Hyperparameters, list[Synced]])
+            all_hyperparameters, synced = zip(*answers, strict=True)
+            compare(all_hyperparameters, self.members.global_ranks)
             self.tail_log.warn_if_mixed(synced)
             self.rebalancing.close()
             self.tail_log.channel.close(meets=self.rebalancing.enabled)
@@ -183,7 +183,7 @@ class LoopDriver(Attendance):
     def find_active(self) -> tuple[int, ...]:
         """Hold the deferred meeting, if any; return the ranks that have a batch at the current step."""
         if self.placeholders is not None:
-            return self.placeholders.hear().active_ranks
+            return self.placeholders.receive().active_ranks
         self.meet()
         return self.members.active
 
@@ -236,7 +236,7 @@ class LoopDriver(Attendance):
     def find_last_step(self) -> bool:
         """Hold the deferred meeting, if any; return whether this step is known to be the last one on all ranks."""
         if self.placeholders is not None:
-            return self.placeholders.hear().is_last_step
+            return self.placeholders.receive().is_last_step
         if not (self.in_loop and self.loop is not None and self.loop.schedule.presumes_all):  # else the plan knows
             self.meet()
         return self.step.is_last
@@ -288,13 +288,13 @@ class LoopDriver(Attendance):
     def _part(self, kind: type[P]) -> P:
         return next(each for each in self.tail_log.participants if isinstance(each, kind))
 
-    def is_amid_window(self) -> bool | None:
+    def is_mid_window(self) -> bool | None:
         """Whether this rank holds gradients of an unfinished accumulation; `None` if that is not known yet."""
         if self.loop is not None and self.loop.placeholders is not None:
             return self.loop.placeholders.losses.holds_gradients
         models = self.tail_log.models()
-        said = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
-        return True in said or (None if None in said else False)
+        waiting = {each.awaits_step(m.holds_unsynced) for m in models for each in self._steppers[m.index]}
+        return True in waiting or (None if None in waiting else False)
 
     def find_place(self, which: int = 0) -> LoaderPlace | None:
         """Return this rank's place in the loader numbered `which`; `None` if no loop over it has started."""

@@ -78,7 +78,7 @@ class PlaceholderLoop(Reader[Any]):
         self._has_begun = self._has_arrived = False  # whether that step has begun; whether its exchange is pending
         self._counted, self._last = 0.0, None
         self._logged = -1, 0  # the last step with a logged value, and the number of earlier values in that step
-        self.losses.step = self._channel.before_meeting = self.hear
+        self.losses.step = self._channel.before_meeting = self.receive
 
     def schedule(self, step: Step) -> Schedule:
         """Return the loop's schedule: each rank has as many steps as the longest rank has batches."""
@@ -113,7 +113,7 @@ class PlaceholderLoop(Reader[Any]):
             return goes_on
         if not self._has_begun:
             self._begin()
-        return self._source.has_next() or bool(self.hear().active_ranks)
+        return self._source.has_next() or bool(self.receive().active_ranks)
 
     def take(self) -> Any:
         if not self._has_begun:
@@ -122,11 +122,11 @@ class PlaceholderLoop(Reader[Any]):
         number, rank, has = self._next, self._members.rank, self._source.has_next()
         if number > self._first:
             self.losses.note_asked()
-        if self._throws and len(self.hear().active_ranks) < self._members.world_size:
+        if self._throws and len(self.receive().active_ranks) < self._members.world_size:
             raise early_termination(rank, not has)
         if has:
             self._last = self._source.take()
-        if number == self._first and len(active := self.hear().active_ranks) < self._members.world_size:
+        if number == self._first and len(active := self.receive().active_ranks) < self._members.world_size:
             self._share(active[0])
         batch = self._last if has else make_placeholder(self._kind, self._last)
         self.losses.begin(number, not has, batch)
@@ -135,7 +135,7 @@ class PlaceholderLoop(Reader[Any]):
 
     def _begin(self) -> None:
         """Start the next step: send this rank's count and, unless lengths are certain, whether it has a batch."""
-        self.losses.before = self.hear().active_ranks or self.losses.before
+        self.losses.before = self.receive().active_ranks or self.losses.before
         self._has_begun = True
         rank, has = self._members.rank, self._source.has_next()
         number = self._number = self._next  # the step of the exchange
@@ -151,7 +151,7 @@ class PlaceholderLoop(Reader[Any]):
             self._channel.arrive(self._counted, notice)
             self._has_arrived = True
 
-    def hear(self) -> ReadStep:
+    def receive(self) -> ReadStep:
         """Wait for the other ranks' messages if the current exchange is pending; return which ranks are active.
 
         Raises:
@@ -159,14 +159,14 @@ class PlaceholderLoop(Reader[Any]):
         """
         if self._has_arrived:
             self._has_arrived = False
-            result, everyone = self._channel.wait(), range(self._members.world_size)
-            if left := [rank for rank in everyone if result.notices.get(rank) == {}]:
+            result, ranks = self._channel.wait(), range(self._members.world_size)
+            if left := [rank for rank in ranks if result.notices.get(rank) == {}]:
                 raise JoinValueError(
                     f"{name_ranks(self._members.named(left)).capitalize()} left the loop with `break` while others"
                     " continued, but with placeholder= each step needs all ranks. Leave it at the same step on all"
                     " ranks."
                 )
-            active = tuple(rank for rank in everyone if "end" not in result.notices.get(rank, ()))
+            active = tuple(rank for rank in ranks if "end" not in result.notices.get(rank, ()))
             is_last = all("last" in result.notices.get(rank, ()) for rank in active)
             if self.lengths is not None:
                 active, is_last = self.step.active_ranks, self.step.is_last_step
@@ -201,7 +201,7 @@ class PlaceholderLoop(Reader[Any]):
 
         The zeros depend on `tensor`, so that every rank runs the same backward.
         """
-        if len(active := self.hear().active_ranks) == self._members.world_size:
+        if len(active := self.receive().active_ranks) == self._members.world_size:
             return tensor
         shapes = self._channel.gather([*tensor.shape], of=list[int])
         if not self.losses.joined or shapes[self._members.rank] == shapes[active[0]]:
@@ -210,7 +210,7 @@ class PlaceholderLoop(Reader[Any]):
 
     def bring_buffers(self) -> None:
         """Give all ranks the newest buffers, if rank 0 has finished, before it saves; all ranks call this."""
-        if 0 not in (active := self.hear().active_ranks):
+        if 0 not in (active := self.receive().active_ranks):
             self.losses.before = active
             self.losses.give_buffers()
 
@@ -222,7 +222,7 @@ class PlaceholderLoop(Reader[Any]):
         Raises:
             JoinError: The lowest active rank does not call this in this step.
         """
-        if 0 in (active := self.hear().active_ranks):
+        if 0 in (active := self.receive().active_ranks):
             return values
         step, count = self.losses.number, 0
         if self._logged[0] == step:
@@ -233,8 +233,8 @@ class PlaceholderLoop(Reader[Any]):
             self._channel.post(key, values if is_closed(values) else None)
         if self._members.rank != 0:
             return values
-        look = partial(self._check_logs, key, leader, step)
-        with telling_failures(self._channel), setting(self._channel, suspect=look):
+        check = partial(self._check_logs, key, leader, step)
+        with telling_failures(self._channel), setting(self._channel, suspect=check):
             sent = self._channel.read(key)
         if sent is None:
             JoinWarning.warn(

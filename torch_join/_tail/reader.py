@@ -291,7 +291,7 @@ class LoaderWatch:
         self._found: dict[int, int] = {}  # by rank whose loader is in a collective with this rank: the step
         self._asks_at, self._pause = 0.0, 1.0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Ask the other ranks, at most once a second.
 
         Raises:

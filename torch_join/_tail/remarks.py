@@ -39,7 +39,7 @@ class Remarks:
         self.may_rebalance = not (options.rebalance or refuses)
         self._begin, self._trains = time.monotonic(), torch.is_grad_enabled()  # read now: in a backward it may be off
         self._active: Sequence[int] = range(members.world_size)
-        self._ends: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second at which it joined
+        self._ended: dict[int, tuple[int, float]] = {}  # by finished rank, its batches and the second of its join
 
     def note(self, active: Sequence[int], step: int) -> None:
         """Note which ranks have a batch at an uneven step."""
@@ -47,29 +47,29 @@ class Remarks:
             return
         now = step - self._first, time.monotonic() - self._begin
         world = range(self._members.world_size)
-        self._ends = {rank: self._ends.get(rank, now) for rank in world if rank not in active}
+        self._ended = {rank: self._ended.get(rank, now) for rank in world if rank not in active}
         self._active = active
         SEEN["tails"] += 1
         if SEEN["tails"] == 1 and self._speaks:
-            finished = name_ranks(self._members.named(self._ends)).capitalize()
-            have, still = "has" if len(self._ends) == 1 else "have", f"{len(active)} of {len(world)} ranks"
-            self._say(f"{finished} {have} run out of batches; {still} still have batches. {self._weight(len(active))}")
+            finished = name_ranks(self._members.named(self._ended)).capitalize()
+            have, still = "has" if len(self._ended) == 1 else "have", f"{len(active)} of {len(world)} ranks"
+            self._log(f"{finished} {have} run out of batches; {still} still have batches. {self._weight(len(active))}")
 
     def end(self, step: int) -> None:
         """Note the end of a loop that has trained; `step` is the number of the step that would have come next."""
         seconds = time.monotonic() - self._begin
         epoch, number = SEEN["epochs"], SEEN["uneven epochs"] + 1
         SEEN["epochs"] += 1
-        if not self._ends:
+        if not self._ended:
             return
         SEEN["uneven epochs"] = number
         if number & (number - 1) or not self._speaks:
             return
-        ends = [self._ends.get(rank, (step - self._first, seconds)) for rank in range(self._members.world_size)]
+        ends = [self._ended.get(rank, (step - self._first, seconds)) for rank in range(self._members.world_size)]
         record = EpochRecord.of(epoch, [RankRecord(batches, 0, batches, at, at) for batches, at in ends])
         saves = record.steps_to_save if self.may_rebalance else 0
         remedy = f" rebalance=True would save about {saves} of {record.steps} steps." if saves else ""
-        self._say(f"{record}{remedy}")
+        self._log(f"{record}{remedy}")
 
     @property
     def _speaks(self) -> bool:
@@ -92,7 +92,7 @@ class Remarks:
         )
         return f"{name_of(weighting)}: {text}"
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         """Log a line through the framework's logger, or through `torch_join` if it has a level or handlers."""
         log = LOG if LOG.level or LOG.handlers else logging.getLogger(self._framework)
         if log.isEnabledFor(logging.INFO):

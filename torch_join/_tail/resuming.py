@@ -28,10 +28,10 @@ def state_of(
         name: The user's name for the loop.
         others: By rank and name, the places in other loops, which are over.
     """
-    begun = [place for place in places if place is not None]
-    over = not in_loop and all(place["ended"] and not place["left"] for place in begun)
+    started = [place for place in places if place is not None]
+    over = not in_loop and all(place["ended"] and not place["left"] for place in started)
     # A rank that has a batch at a step has trained on a batch in each earlier step.
-    steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in begun)
+    steps = (place["taken"] if place["plan"] is None else place["plan"]["step"] for place in started)
     step = 0 if over else max(steps, default=0)
     found = {"version": VERSION, "name": name, "step": step, "over": over, "places": _placed(places, over)}
     names = others[0] if others else ()
@@ -203,15 +203,15 @@ def check_resumed(names: Sequence[int], steps: Sequence[int], loops: Sequence[st
         JoinValueError: The steps or the names differ.
     """
     if len({*loops}) > 1:
-        said = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
+        described = "; ".join(f"rank {name}: {loop!r}" for name, loop in zip(names, loops, strict=True))
         raise JoinValueError(
-            f"The ranks started loops with different names ({said}). Start the same loops in the same order."
+            f"The ranks started loops with different names ({described}). Start the same loops in the same order."
         )
     if len({*steps}) > 1:
         ranks = zip(names, steps, strict=True)
         at = {-1: "at none", OVER: "past its end"}
-        said = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
+        described = "; ".join(f"rank {name}: {at.get(step, f'at step {step}')}" for name, step in ranks)
         raise JoinValueError(
             "The ranks would resume a loop at different steps, because they passed different states to"
-            f" join.load_state_dict() ({said}). Load the same state on all ranks."
+            f" join.load_state_dict() ({described}). Load the same state on all ranks."
         )

@@ -63,14 +63,14 @@ class EachUse(Schedule):
         step: The loop's steps.
         reader: This rank's batches.
         lengths: All ranks' numbers of batches; `None` for each that is not certain.
-        look: Called with the step's number at the top of a step in which another rank should have no batch.
+        record: Called with the step's number at the top of a step in which another rank should have no batch.
     """
 
     def __init__(
-        self, step: Step, reader: Reader[Any], lengths: Sequence[int | None], look: Callable[[int], None]
+        self, step: Step, reader: Reader[Any], lengths: Sequence[int | None], record: Callable[[int], None]
     ) -> None:
         super().__init__(step, reader)
-        self.expected, self._look = lengths, look
+        self.expected, self._record = lengths, record
 
     def begin(self, step: int) -> bool:
         self._current.meet()  # for the previous step, if this rank has not communicated in it
@@ -78,7 +78,7 @@ class EachUse(Schedule):
             self._current.meet_now(False)
             return True
         if step in self.expected or self._current.ending:
-            self._look(step)
+            self._record(step)
         count = self._tail_log.members.count
         self._current.defer(0 if count is None else self._reader.count(count), self._reader.at_last)
         self._tail_log.remember_gradients()
@@ -99,19 +99,19 @@ class Certain(Schedule):
     def __init__(self, step: Step, reader: Reader[Any], lengths: list[int], throws: bool, first: int) -> None:
         super().__init__(step, reader)
         self.lengths: list[int] = lengths
-        self._mine = lengths[self._tail_log.members.rank]
+        self._own_length = lengths[self._tail_log.members.rank]
         self._throws, self._first = throws, first
 
     def begin(self, step: int) -> bool:
         # When a loop starts, a loader may communicate on all ranks, even on one without a batch (Accelerate's does).
-        if step == self._first or self._mine <= step:
+        if step == self._first or self._own_length <= step:
             self._check(step)
         self._current.know(step, self.lengths)
         return True
 
     def check(self, step: int) -> None:
         # Read the loader only now, when joined ranks follow its collectives.
-        if self._first < step < self._mine:
+        if self._first < step < self._own_length:
             self._check(step)
 
     def _check(self, step: int) -> None:
@@ -119,8 +119,8 @@ class Certain(Schedule):
         if self._throws and min(self.lengths) <= step:
             return  # all ranks know this, and raise
         has_next = self._reader.has_next()
-        if has_next != (step < self._mine):
-            raise wrong_length(self._tail_log.members.name, self._mine, step, has_next)
+        if has_next != (step < self._own_length):
+            raise wrong_length(self._tail_log.members.name, self._own_length, step, has_next)
         if step % 2:
             raise_any(self._tail_log.channel.failure())
 

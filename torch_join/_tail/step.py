@@ -36,7 +36,7 @@ class Step:
     def reset(self) -> None:
         """Reset to the state before the first step."""
         self._due: tuple[float, bool] | None = None  # this rank's message for a deferred meeting
-        self._hears = self.has_arrived = self.is_last = False
+        self._receives = self.has_arrived = self.is_last = False
         self.check = None  # else a cycle would keep the group
         self.ending: Sequence[int] = ()
 
@@ -73,9 +73,9 @@ class Step:
     def arrive(self) -> None:
         """Send this rank's message for a deferred meeting; does not wait for other ranks."""
         with self._lock:
-            if self._due is not None and not (self.has_arrived or self._hears):
+            if self._due is not None and not (self.has_arrived or self._receives):
                 with self.tail_log.telling():
-                    self._say(True, *self._due)
+                    self._send(True, *self._due)
                 self.has_arrived = True
 
     def meet(self) -> None:
@@ -83,17 +83,17 @@ class Step:
         if self._due is None:
             return
         with self._lock:  # the other threads wait until one has the result
-            if self._due is None or self._hears:  # another thread has the result, or the follow-up called this
+            if self._due is None or self._receives:  # another thread has the result, or the follow-up called this
                 return
             self.arrive()
-            self._hears, self.has_arrived = True, False
+            self._receives, self.has_arrived = True, False
             try:
                 with self.tail_log.telling():
-                    self._hear(has_input=True)
+                    self._receive(has_input=True)
                     if (follow_up := self._follow_up()) is not None:
                         follow_up()
             finally:
-                self._due, self._hears = None, False
+                self._due, self._receives = None, False
                 self.tail_log.has_to_meet = False
 
     def meet_now(self, has_input: bool, count: float = 0.0, is_last: bool = False) -> None:
@@ -101,22 +101,22 @@ class Step:
         self._due, self.has_arrived = None, False
         if not has_input:
             self.tail_log.check_backwards_ended()
-        self._say(has_input, count, is_last)
+        self._send(has_input, count, is_last)
         with nullcontext() if has_input else self.watching_loaders():
-            self._hear(has_input)
+            self._receive(has_input)
 
     def watching_loaders(self) -> AbstractContextManager[None]:
         """Watch the other ranks' loaders while this rank, which has no batch, waits for them to read their next one."""
         channel = self.tail_log.channel
-        return setting(channel, suspect=LoaderWatch(channel, self._members).look)
+        return setting(channel, suspect=LoaderWatch(channel, self._members).check)
 
-    def _say(self, has_input: bool, count: float, is_last: bool) -> None:
+    def _send(self, has_input: bool, count: float, is_last: bool) -> None:
         notice = {} if not has_input else {"last": True} if is_last else None
         self.tail_log.channel.arrive(count, notice, self._members.active)
         if has_input and self.check is None:  # else this rank's batch may come from another rank
             self._members.counted = count
 
-    def _hear(self, has_input: bool) -> None:
+    def _receive(self, has_input: bool) -> None:
         result = self.tail_log.channel.wait()
         if self.check is not None:
             self.check(result)

@@ -120,7 +120,7 @@ class Tail:
     def reset(self) -> None:
         """Reset to the state before the first loop."""
         self.early_exit: EarlyExit | None = None
-        self._looked_at = -1  # the step of the current loop before which `look` has recorded the state
+        self._recorded_at = -1  # the step of the current loop before which `record_at_top` has recorded the state
         self._began_at = -1  # the first step of the tail
         self.tail_log.members.last_joiner = True
 
@@ -139,15 +139,15 @@ class Tail:
         self._audit.note(at_last)
 
     @torch.inference_mode(False)
-    def look(self, step: int) -> None:
+    def record_at_top(self, step: int) -> None:
         """Record the state at the top of a step in which another rank should have no batch.
 
         That rank records its state when it runs out. The other ranks meet it inside the step, when they may already
         have run the step's forward.
         """
         if not self.tail_log.members.uneven:
-            self._look(at_top=True)
-            self._looked_at = step
+            self._record(at_top=True)
+            self._recorded_at = step
 
     # Tensors that are created here (gradients, buckets, optimizer state) outlive a loop under inference_mode.
     @torch.inference_mode(False)
@@ -158,10 +158,10 @@ class Tail:
             step: The number of the step.
             at_top: Whether this rank is at the top of the step, before any user code runs.
         """
-        if self._looked_at == step:
+        if self._recorded_at == step:
             self._audit.joined = self.tail_log.members.joined_names
         else:
-            self._look(at_top)
+            self._record(at_top)
         self.tail_log.begin_tail()
         self._began_at = step
 
@@ -173,7 +173,7 @@ class Tail:
             step: The number of the step that would have come next.
             has_run: Whether this rank has run a step since the last loop ended.
         """
-        self._looked_at = -1
+        self._recorded_at = -1
         self.tail_log.members.last_joiner = True
         if self.tail_log.members.announces:
             still = self._began_at == step and self.tail_log.still
@@ -192,20 +192,20 @@ class Tail:
         """
         if self.refusal is not None:
             raise self.refusal
-        self._looked_at = -1
+        self._recorded_at = -1
         members = self.tail_log.members
         if not members.announces:
-            self._look(at_top)
+            self._record(at_top)
         self._audit.forgotten.leave(has_run)
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
-            words, leader, in_pieces, still = self.tail_log.follow(END)
+            closing_messages, leader, in_pieces, still = self.tail_log.follow(END)
         self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
         self.tail_log.change(())
         # The last announcement may have named another leader: ranks may have left since without announcing anything.
         members.follow_leader(leader)
         members.last_joiner = False
-        self._hand_over(words, still)
+        self._hand_over(closing_messages, still)
         members.all_active()
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
@@ -213,30 +213,30 @@ class Tail:
         members, channel = self.tail_log.members, self.tail_log.channel
         # Two ranks may leave with no announcement in between, so the number of records alone is no unique key.
         place = f"steps/{channel.records}/{len(members.active)}"
-        said = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
-        steps.compare(dict(zip(members.named(sorted(members.before)), said, strict=True)))
+        answers = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
+        steps.compare(dict(zip(members.named(sorted(members.before)), answers, strict=True)))
 
-    def _look(self, at_top: bool) -> None:
+    def _record(self, at_top: bool) -> None:
         """Record the state for later comparisons, on every rank, when the first ranks join."""
         models = self.tail_log.models()
         changed = [] if at_top else [id(buffer) for model in models for buffer in model.changed_buffers()]
-        self._buffers.look([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
+        self._buffers.record([model.modules[-1] for model in models if model.synced or model.accumulates], changed)
         untouched = self.early_exit is None or self.early_exit.changed() == []
         self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 
-    def _hand_over(self, words: list[Any], still: bool) -> None:
+    def _hand_over(self, closing_messages: list[Any], still: bool) -> None:
         members = self.tail_log.members
         # Ignore a joined rank's own value: as a shadow it has synced its accumulated gradients.
         has_synced = self._has_synced or not members.leads
         with on_device(self.tail_log.members.group):
-            begun = [
-                each.receive_closing(theirs, members.leader)
-                for each, theirs in zip(self.tail_log.participants, words, strict=True)
+            finishers = [
+                each.receive_closing(message, members.leader)
+                for each, message in zip(self.tail_log.participants, closing_messages, strict=True)
             ]
 
             def end() -> None:
-                for ends in filter(None, begun):
-                    ends()
+                for finish in filter(None, finishers):
+                    finish()
 
             if still:  # all left at the same step, and those that left by `break` may have changed state since then
                 end()
@@ -296,20 +296,20 @@ class Tail:
         monitor = [] if self._options.monitor is None else ["a monitor"]
         return [type(thing).__name__ for thing in self._objects] + monitor
 
-    def compare_given(self, everyone: Sequence[list[str]]) -> None:
+    def compare_given(self, all_given: Sequence[list[str]]) -> None:
         """Compare the objects passed to the ranks' `Join`s.
 
         Args:
-            everyone: By rank, its `given`.
+            all_given: By rank, its `given`.
 
         Raises:
             JoinValueError: The types or their order differ.
             JoinError: A rank has ended its training.
         """
-        check_all_go_on(everyone, self.tail_log.channel.global_ranks)
-        if any(names != everyone[0] for names in everyone):
-            words = zip(self.tail_log.channel.global_ranks, everyone, strict=True)
-            given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in words)
+        check_all_go_on(all_given, self.tail_log.channel.global_ranks)
+        if any(names != all_given[0] for names in all_given):
+            by_rank = zip(self.tail_log.channel.global_ranks, all_given, strict=True)
+            given = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in by_rank)
             raise JoinValueError(
                 f"The ranks passed different joinables to Join: {given}. Pass the same ones in the same order."
             )

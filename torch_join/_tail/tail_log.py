@@ -85,10 +85,10 @@ class TailLog(Announcer):
 
     def reset(self) -> None:
         """Reset to the state before the first step."""
-        self._said: list[_codec.Encoded] = []  # announcements not yet written
+        self._unwritten: list[_codec.Encoded] = []  # announcements not yet written
         self._is_due = False  # whether all active ranks make some of these announcements
         self.in_window = False  # whether the step's batch is a window of micro-batches
-        self._heard: deque[Announcement] = deque()  # announcements read but not yet answered
+        self._unanswered: deque[Announcement] = deque()  # announcements read but not yet answered
         self._asides = 0  # the number of aside announcements read since the log's last record
         self.on_all = 0
         self.has_to_meet = False
@@ -185,7 +185,7 @@ class TailLog(Announcer):
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
         self.still = False
         if self.meet():
-            self._said.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
+            self._unwritten.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
             if not hold:
                 self.tell()
@@ -195,7 +195,7 @@ class TailLog(Announcer):
         if not self.in_window:
             self.announce(index, kind, payload, hold)
         elif self.meet() and self.members.leads:
-            self._said.append(_codec.encode((index, kind, payload)))
+            self._unwritten.append(_codec.encode((index, kind, payload)))
 
     def announce_aside(self, index: int, kind: str, payload: Any) -> None:
         """Announce to joined ranks an action that only the lowest active rank may take.
@@ -212,8 +212,8 @@ class TailLog(Announcer):
         if self._is_due:
             if self._subgroups.groups:
                 self._subgroups.mark(self.members.active)
-            self.channel.append(_record(self._said, self.members.active), leads=self.members.leads)
-            self._said, self._is_due = [], False
+            self.channel.append(_record(self._unwritten, self.members.active), leads=self.members.leads)
+            self._unwritten, self._is_due = [], False
 
     def own_collectives(self) -> AbstractContextManager[None]:
         return self.tap.ignoring()
@@ -327,41 +327,41 @@ class TailLog(Announcer):
         Raises:
             JoinError: The log has a record that no active rank can have written.
         """
-        while (said := self._next())[:2] != (index, kind):
-            self._answer(*said)
+        while (announcement := self._next())[:2] != (index, kind):
+            self._answer(*announcement)
 
     def _next(self) -> Announcement:
         """Wait for the next announcement."""
-        while not self._heard:
+        while not self._unanswered:
             number, self._asides = self.channel.records, 0
             meanwhile = partial(self._take_asides, number) if self.hears_asides else None
-            said, active = self._subgroups.follow(_RECORD, meanwhile)
-            self._check_record(said, active)
-            self._heard.extend(said)
+            announcements, active = self._subgroups.follow(_RECORD, meanwhile)
+            self._check_record(announcements, active)
+            self._unanswered.extend(announcements)
             if active:
                 self.change(active)
-        return self._heard.popleft()
+        return self._unanswered.popleft()
 
     def _take_asides(self, number: int) -> None:
         """Answer the aside announcements that precede record `number` of the log."""
         while self.channel.posted(key := _ASIDE.format(number, self._asides)):
             self._asides += 1
-            said, active = self.channel.read(key, of=_RECORD)
+            announcements, active = self.channel.read(key, of=_RECORD)
             if self.members.rank in active:
                 continue  # this rank took that action itself before it joined
-            self._check_record(said, active)
-            for announcement in said:
+            self._check_record(announcements, active)
+            for announcement in announcements:
                 self._answer(*announcement)
 
-    def _check_record(self, said: Sequence[Announcement], active: tuple[int, ...]) -> None:
+    def _check_record(self, record: Sequence[Announcement], active: tuple[int, ...]) -> None:
         """Check the contents of a record: the announcements, and the ranks that made them.
 
         Raises:
             JoinError: No active rank can have written this record.
         """
-        known = all(-1 <= index < len(self.participants) for index, _, _ in said)
+        known = all(-1 <= index < len(self.participants) for index, _, _ in record)
         if not (known and set(active) <= set(self.members.active)):
-            raise _codec.foreign("a record of the tail", f"{_codec.brief(said)} of ranks {_codec.brief(active)}")
+            raise _codec.foreign("a record of the tail", f"{_codec.brief(record)} of ranks {_codec.brief(active)}")
 
     def _answer(self, index: int, kind: str, payload: Any) -> None:
         if index >= 0:
@@ -369,12 +369,12 @@ class TailLog(Announcer):
         elif kind == COLLECTIVE:
             mirror(payload)
         elif kind == TAIL:
-            if (mine := [each.synced for each in self.models()]) != payload:
+            if (own_synced := [each.synced for each in self.models()]) != payload:
                 me, leader = self.members.named((self.members.rank, self.members.leader))
                 answers = self.channel.health().answers
-                synced = {rank: said.synced for rank, (_, said) in answers.items() if said}
+                synced = {rank: status.synced for rank, (_, status) in answers.items() if status}
                 mixed = explain_mixed(synced, self.members.global_ranks)
-                raise JoinError(explain_counts({me: mine, leader: payload}) + mixed)
+                raise JoinError(explain_counts({me: own_synced, leader: payload}) + mixed)
         else:
             raise _codec.foreign("a record of the tail", f"one of the kind {kind!r}, which has no place here")
 
@@ -431,9 +431,9 @@ class TailLog(Announcer):
         return Status(models, word, self.loader(), self.asked, self.step(), leader, tuple(self.synced_steps()))
 
 
-def _record(said: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
+def _record(announcements: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:
     """Return the record of the active ranks' announcements."""
-    return _codec.in_pair(said, _ranks(active))
+    return _codec.in_pair(announcements, _ranks(active))
 
 
 @lru_cache(maxsize=8)

@@ -31,16 +31,16 @@ Where = tuple[list[str], int]  # addresses and port of a listening rank
 
 
 def accept(
-    listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, look: Callable[[], None]
+    listener: socket.socket, children: Mapping[int, int], secret: bytes, deadline: float, poll: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """Wait until all children have connected, unless `look` raises; strangers that connect cannot disturb this.
+    """Wait until all children have connected, unless `poll` raises; strangers that connect cannot disturb this.
 
     Args:
         listener: The listening socket.
         children: By rank, its name in errors.
         secret: The secret that children know.
         deadline: When to stop waiting, by `time.monotonic`.
-        look: Called repeatedly.
+        poll: Called repeatedly.
     """
     found: dict[int, socket.socket] = {}
     # By connection whose other end has not proved that it knows the secret: the nonce for it to sign, and its deadline.
@@ -59,7 +59,7 @@ def accept(
                 if time.monotonic() > deadline:
                     missing = sorted(children[rank] for rank in children.keys() - found.keys())
                     raise TimeoutError(f"ranks {missing} did not connect in time")
-                look()
+                poll()
                 for key, _ in selector.select(_LOOKS_EVERY):
                     if key.fileobj is listener:
                         try:
@@ -75,7 +75,7 @@ def accept(
                                 raise
                     elif (stranger := cast(socket.socket, key.fileobj)) in strangers:
                         try:
-                            rank, theirs, signature = _HELLO.unpack(stranger.recv(_HELLO.size))
+                            rank, child_nonce, signature = _HELLO.unpack(stranger.recv(_HELLO.size))
                         except (OSError, struct.error):  # a child of which only a part has come will connect again
                             drop(stranger)
                             continue
@@ -86,7 +86,7 @@ def accept(
                         del strangers[stranger]
                         selector.unregister(stranger)
                         stranger.setblocking(True)
-                        stranger.sendall(_sign(secret, "parent", rank, theirs))
+                        stranger.sendall(_sign(secret, "parent", rank, child_nonce))
                         found[rank] = stranger
                 for stranger in [one for one, (_, until) in strangers.items() if time.monotonic() > until]:
                     drop(stranger)
@@ -103,21 +103,21 @@ def accept(
 # ------------------------------------------------------------ the connecting end
 
 
-def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Callable[[], None]) -> socket.socket:
+def connect(where: Where, rank: int, secret: bytes, deadline: float, poll: Callable[[], None]) -> socket.socket:
     """Connect to a listening rank, at the first of its addresses that works."""
     problems: list[str] = []
     while time.monotonic() < deadline:
-        look()  # here too, since maybe no address answers
-        for address, connection in _reached(*where, look, problems):
+        poll()  # here too, since maybe no address answers
+        for address, connection in _reached(*where, poll, problems):
             try:
                 connection.settimeout(_LOOKS_EVERY)
                 nonce = secrets.token_bytes(_NONCE)
-                theirs = _receive(connection, _NONCE, deadline, look)
-                connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, theirs)))
-                if hmac.compare_digest(_receive(connection, 32, deadline, look), _sign(secret, "parent", rank, nonce)):
+                parent_nonce = _receive(connection, _NONCE, deadline, poll)
+                connection.sendall(_HELLO.pack(rank, nonce, _sign(secret, "child", rank, parent_nonce)))
+                if hmac.compare_digest(_receive(connection, 32, deadline, poll), _sign(secret, "parent", rank, nonce)):
                     return connection
                 problems.append(f"{address}: another program answered")
-            except JoinError:  # from `look`; some are also an OSError
+            except JoinError:  # from `poll`; some are also an OSError
                 connection.close()
                 raise
             except OSError as error:
@@ -128,7 +128,7 @@ def connect(where: Where, rank: int, secret: bytes, deadline: float, look: Calla
 
 
 def _reached(
-    addresses: Sequence[str], port: int, look: Callable[[], None], problems: list[str]
+    addresses: Sequence[str], port: int, poll: Callable[[], None], problems: list[str]
 ) -> Iterator[tuple[str, socket.socket]]:
     """Connect to all addresses at once; yield each address that answers, with its connection; note why others fail."""
     deadline = time.monotonic() + _REACHES_WITHIN
@@ -140,7 +140,7 @@ def _reached(
                 except OSError as problem:
                     problems.append(f"{address}: {problem}")
             while selector.get_map() and time.monotonic() < deadline:
-                look()
+                poll()
                 for key, _ in selector.select(_LOOKS_EVERY):
                     connection = selector.unregister(key.fileobj).fileobj
                     assert isinstance(connection, socket.socket)
@@ -169,13 +169,13 @@ def _reach(address: str, port: int) -> socket.socket:
     return connection
 
 
-def _receive(connection: socket.socket, size: int, deadline: float, look: Callable[[], None]) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float, poll: Callable[[], None]) -> bytes:
     data = b""
     while len(data) < size:
         try:
             more = connection.recv(size - len(data))
         except TimeoutError:
-            look()
+            poll()
             if time.monotonic() > deadline:
                 raise
             continue

@@ -45,9 +45,9 @@ class Layout:
 
     def between(self, rank: int) -> set[int]:
         """Return the ranks through which a message to another rank passes."""
-        mine, theirs = self._up(self._rank), self._up(rank)
-        top = next(one for one in mine if one in theirs)
-        return {*mine[: mine.index(top) + 1], *theirs[: theirs.index(top) + 1]} - {self._rank, rank}
+        own, other = self._up(self._rank), self._up(rank)
+        top = next(one for one in own if one in other)
+        return {*own[: own.index(top) + 1], *other[: other.index(top) + 1]} - {self._rank, rank}
 
     def _up(self, rank: int | None) -> list[int]:
         way = []

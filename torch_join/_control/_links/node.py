@@ -42,13 +42,13 @@ def number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def values_of(said: bytes) -> dict[int, bytes]:
+def values_of(data: bytes) -> dict[int, bytes]:
     """Return the values of a gather by rank; a `VALUE` precedes each value."""
     values, begin = {}, 0
-    while begin < len(said):
-        rank, length = VALUE.unpack_from(said, begin)
+    while begin < len(data):
+        rank, length = VALUE.unpack_from(data, begin)
         begin += VALUE.size + length
-        values[rank] = said[begin - length : begin]
+        values[rank] = data[begin - length : begin]
     return values
 
 
@@ -126,7 +126,7 @@ class Node:
         if kind == UP:
             self.arrive(number, *_unpack(payload))
         elif kind == DOWN:
-            self._hear(number, payload)
+            self._receive_result(number, payload)
         elif kind in (ADD, ASK, ANSWER):
             self.ask(number, kind, payload)
         elif kind == CALL:
@@ -134,7 +134,7 @@ class Node:
         elif kind == PLACE:
             self._note_place(peer, number, payload)
         else:
-            self._say(number, kind, payload, peer)
+            self._spread(number, kind, payload, peer)
 
     def end(self, number: int) -> None:
         """Forget a stream; other ranks' messages in it are still passed on."""
@@ -155,14 +155,14 @@ class Node:
     def post(self, number: int, until: int, key: str, value: bytes) -> None:
         """Set a key to a value, on all ranks, until they pass this record of the log."""
         name = key.encode()
-        self._say(number, POST, _POST.pack(until, len(name)) + name + value)
+        self._spread(number, POST, _POST.pack(until, len(name)) + name + value)
 
-    def fail(self, number: int, told: bytes) -> None:
+    def fail(self, number: int, payload: bytes) -> None:
         """Report a failure to all ranks, unless this rank knows one; different ranks may know different failures."""
         if (stream := self._stream(number)) is not None and stream.failure is None:
-            self._say(number, FAIL, told)
+            self._spread(number, FAIL, payload)
 
-    def _say(self, number: int, kind: int, payload: bytes, source: int | None = None) -> None:
+    def _spread(self, number: int, kind: int, payload: bytes, source: int | None = None) -> None:
         """Note a message to all ranks, and pass it on."""
         stream = self._stream(number)
         if stream is not None and kind == FAIL:
@@ -211,7 +211,7 @@ class Node:
 
     def ask(self, number: int, kind: int, payload: bytes) -> None:
         """Pass a question or an answer on; or note the answer; or add a number and send the sum, or a kept value."""
-        rank, who, asked, value = QUESTION.unpack_from(payload)
+        rank, asker, asked, value = QUESTION.unpack_from(payload)
         if rank != self.rank:
             self.links.send([self.layout.next_to(rank)], kind, number, payload)
             return
@@ -224,11 +224,11 @@ class Node:
             stream.numbers[rest] = value = stream.numbers.get(rest, 0) + value
             if len(stream.numbers) > _SUMS_KEPT:
                 del stream.numbers[next(iter(stream.numbers))]
-            self._answer(number, who, asked, value)
+            self._answer(number, asker, asked, value)
         elif (key := rest.decode()) in stream.kept:
-            self._answer(number, who, asked, 0, stream.kept[key])
+            self._answer(number, asker, asked, 0, stream.kept[key])
         else:
-            stream.asked.setdefault(key, []).append((who, asked))
+            stream.asked.setdefault(key, []).append((asker, asked))
 
     def keep(self, number: int, key: str, value: bytes) -> None:
         """Keep a value, and answer the ranks that wait for it."""
@@ -236,11 +236,11 @@ class Node:
             stream.kept[key] = value
             if len(stream.kept) > _KEPT:
                 del stream.kept[next(iter(stream.kept))]
-            for who, asked in stream.asked.pop(key, ()):
-                self._answer(number, who, asked, 0, value)
+            for asker, asked in stream.asked.pop(key, ()):
+                self._answer(number, asker, asked, 0, value)
 
-    def _answer(self, number: int, who: int, asked: int, total: int, value: bytes = b"") -> None:
-        self.ask(number, ANSWER, QUESTION.pack(who, self.rank, asked, total) + value)
+    def _answer(self, number: int, asker: int, asked: int, total: int, value: bytes = b"") -> None:
+        self.ask(number, ANSWER, QUESTION.pack(asker, self.rank, asked, total) + value)
 
     # ------------------------------------------------------------ barriers
 
@@ -257,11 +257,11 @@ class Node:
         receivers = ranks & -ranks if self.layout.parent is None and SUMS <= barrier < GATHERS else ranks
         payload = _pack(barrier, came, total, receivers, notices)
         if self.layout.parent is None:
-            self._hear(number, payload)
+            self._receive_result(number, payload)
         else:
             self.links.send([self.layout.parent], UP, number, payload)
 
-    def _hear(self, number: int, payload: bytes) -> None:
+    def _receive_result(self, number: int, payload: bytes) -> None:
         barrier, _, total, ranks, notices = _unpack(payload)
         if below := self.layout.below:
             them = [child for child in below if ranks & below[child]] if ranks else below

@@ -17,9 +17,9 @@ class PortableLinks(Links):
     def _open(self) -> None:
         self._came = threading.Condition(self.lock)
         self._seen = 0  # messages received up to the last read
-        self._bell, self._hears = socket.socketpair()
+        self._bell, self._bell_reader = socket.socketpair()
         self._bell.setblocking(False)
-        self._hears.setblocking(False)
+        self._bell_reader.setblocking(False)
 
     def _wake(self) -> None:
         with suppress(OSError):  # if the socket is full, it wakes the thread anyway
@@ -33,7 +33,7 @@ class PortableLinks(Links):
 
     def _close_files(self) -> None:
         self._bell.close()
-        self._hears.close()
+        self._bell_reader.close()
 
     def begin_reading(self) -> bool:
         return True
@@ -68,7 +68,7 @@ class PortableLinks(Links):
     def _forward(self) -> None:
         while not self._closing:
             with selectors.DefaultSelector() as selector:  # new each time, since any link may have changed
-                selector.register(self._hears, selectors.EVENT_READ)
+                selector.register(self._bell_reader, selectors.EVENT_READ)
                 with self.lock:
                     for link in self._by_file.values():
                         writes = selectors.EVENT_WRITE if link.outgoing else 0
@@ -82,8 +82,8 @@ class PortableLinks(Links):
                 for each, events in links:
                     if events & selectors.EVENT_WRITE:
                         self._write(each)
-                if any(key.fileobj is self._hears for key, _ in found):
+                if any(key.fileobj is self._bell_reader for key, _ in found):
                     with suppress(OSError):
-                        self._hears.recv(4096)
+                        self._bell_reader.recv(4096)
                 self._receive_all([each for each, events in links if events & selectors.EVENT_READ])
             self._look_at_ended()

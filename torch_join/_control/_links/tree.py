@@ -21,7 +21,7 @@ _READ_SECONDS = 0.05  # the longest single read of a wait
 # in a step. More than 2 ms gain nothing: a busy core slows down whatever shares it. Other waits are for
 # meetings, where ranks usually arrive together: a barrier of two takes 23 us (asleep: 74), and less processor time.
 _AWAKE_SECONDS, _BRIEFLY = 0.002, 0.0001
-_LOOKS_EVERY = 16  # reads between two calls of `look`, if each read receives something
+_LOOKS_EVERY = 16  # reads between two calls of `check`, if each read receives something
 
 
 def has_epoll() -> bool:
@@ -55,16 +55,16 @@ class Tree:
     def wait(
         self,
         ready: Callable[[], bool],
-        look: Callable[[], None],
+        check: Callable[[], None],
         stream: ChannelState | None = None,
         is_awake: bool = False,
     ) -> None:
-        """Read until `ready`; call `look` repeatedly, which may take long.
+        """Read until `ready`; call `check` repeatedly, which may take long.
 
         Args:
             ready: Returns whether the wait is over.
-            look: Raises to end the wait.
-            stream: If given, `look` is called only after a failure in it, after 50 ms without a message, and every 16
+            check: Raises to end the wait.
+            stream: If given, `check` is called only after a failure in it, after 50 ms without a message, and every 16
                 reads; otherwise at once and after each read.
             is_awake: Whether to keep the core awake for 2 ms instead of 0.1 ms. Without a core for each rank of this
                 host, it always sleeps.
@@ -81,9 +81,9 @@ class Tree:
                     if is_reading:
                         is_reading = links.end_reading()
                     try:
-                        look()
+                        check()
                     except JoinError:
-                        if ready():  # it arrived before the failure that `look` raised
+                        if ready():  # it arrived before the failure that `check` raised
                             return
                         raise
                 if not is_reading:

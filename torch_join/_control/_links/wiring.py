@@ -54,14 +54,14 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     set_up.meet()
     rank, names = set_up.rank, set_up.peers.global_ranks
     here: _Here = (this_host(), *this_process(), secrets.token_hex(32))
-    everyone = set_up.exchange(here, of=_Here)
+    by_rank = set_up.exchange(here, of=_Here)
     set_up.peers.processes = {
         peer: Process(pid, began)
-        for peer, (host, pid, began, _) in enumerate(everyone)
+        for peer, (host, pid, began, _) in enumerate(by_rank)
         if host == here[0] and peer != rank and pid
     }
-    secret = bytes.fromhex(everyone[0][-1])
-    layout = Layout([host for host, *_ in everyone], rank)
+    secret = bytes.fromhex(by_rank[0][-1])
+    layout = Layout([host for host, *_ in by_rank], rank)
     set_up.peers.hosts = layout.elsewhere
     reference = weakref.ref(group)
 
@@ -76,25 +76,25 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         # A rank sends its error in the next exchange, so that all ranks raise it.
         try:
             if layout.children:
-                is_own = all(everyone[child][0] == here[0] for child in layout.children)
+                is_own = all(by_rank[child][0] == here[0] for child in layout.children)
                 listener = _listen(is_own, _compat.is_of_gloo(group))
                 where = _where(listener)
         except Exception as error:
-            problem, where = f"rank {names[rank]} cannot listen: {_in_words(error)}", ([], -1)
+            problem, where = f"rank {names[rank]} cannot listen: {_text_of(error)}", ([], -1)
         places = set_up.exchange(where, of=Where)
         if all(port >= 0 for _, port in places):
             try:
                 deadline = time.monotonic() + _WITHIN
                 if layout.parent is not None:
-                    connections[layout.parent] = connect(places[layout.parent], rank, secret, deadline, set_up.look)
+                    connections[layout.parent] = connect(places[layout.parent], rank, secret, deadline, set_up.check)
                 if listener is not None:
                     children = {child: names[child] for child in layout.children}
-                    connections.update(accept(listener, children, secret, deadline, set_up.look))
+                    connections.update(accept(listener, children, secret, deadline, set_up.check))
                 tree = Tree(connections, Node(layout, set_up.peers, is_gone))
             except JoinError:  # a rank is gone
                 raise
             except Exception as error:
-                problem = f"rank {names[rank]}: {_in_words(error)}"
+                problem = f"rank {names[rank]}: {_text_of(error)}"
         set_up.problem = problem
         if problems := [text for text in set_up.exchange(problem, of=str) if text]:
             raise UnsupportedError(
@@ -116,7 +116,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
             listener.close()
 
 
-def _in_words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

@@ -289,13 +289,13 @@ class Gradients:
             if norm is not None and not _same(norm, state.norm, tolerance=1e-6)
         ]
 
-    def raise_if_differing(self, states: Sequence[State], accumulates: bool, joined_amid: bool) -> None:
+    def raise_if_differing(self, states: Sequence[State], accumulates: bool, joined_mid_step: bool) -> None:
         """Raise if any averages differ (see `differing`) before the next backward accumulates into them.
 
         Args:
             states: The active ranks' states.
             accumulates: See `follow`.
-            joined_amid: See `Driver`.
+            joined_mid_step: See `Driver`.
 
         Raises:
             JoinError: An average differs.
@@ -309,7 +309,7 @@ class Gradients:
             raise JoinError(
                 f"On the active ranks, the gradient of parameter {index}, of shape"
                 f" {tuple(self.parameters[index].shape)}, is not the average that this finished rank has, and the"
-                f" next backward accumulates into it.{between if joined_amid else ' It'} was modified by hand"
+                f" next backward accumulates into it.{between if joined_mid_step else ' It'} was modified by hand"
                 " (`.data`, GradScaler.unscale_), which this rank cannot see. Call zero_grad() after each optimizer"
                 " step, or modify gradients only right before it."
             )

@@ -77,7 +77,7 @@ class OtherVerdicts:
             gradients.raise_unknown()
         for parameter in gradients.parameters if verdict in self._clears else ():
             parameter.grad = None
-        gradients.raise_if_differing(states, accumulates, self._driver.joined_amid)
+        gradients.raise_if_differing(states, accumulates, self._driver.joined_mid_step)
         gradients.follow(states, accumulates, self.ask if averages else self.doubt)
 
     def reset(self) -> None:
