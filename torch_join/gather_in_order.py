@@ -28,7 +28,7 @@ _NO_INDICES = (
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Message:
     """A rank's message to the others before it sends rows.
 
     Attributes:
@@ -88,28 +88,28 @@ def gather_in_order(
     try:
         if needs_indices and len(batches) > 0 and indices is None:
             raise JoinValueError(_NO_INDICES)
-        said, values, known = _prepare(batches, indices, what, (rank, by_rank))
+        message, values, known = _prepare(batches, indices, what, (rank, by_rank))
     except Exception as error:  # the other ranks wait for a message, so they get the error
-        said = _Said(str(error) if isinstance(error, JoinError) else repr(error))
-    everyone: list[_Said] = _objects.gather(said, f"What a rank says of its {what}", group)
-    tree = _check(everyone, what)
+        message = _Message(str(error) if isinstance(error, JoinError) else repr(error))
+    messages: list[_Message] = _objects.gather(message, f"What a rank says of its {what}", group)
+    tree = _check(messages, what)
     if tree is None:
         return None
-    counts = [each.count for each in everyone]
-    takes = rank is None or rank == _rank_in(group)
-    places, total = _places(known, everyone, by_rank, group, rank)
+    counts = [each.count for each in messages]
+    receives = rank is None or rank == _rank_in(group)
+    places, total = _places(known, messages, by_rank, group, rank)
     joined: dict[str, Any] = {}
     for leaf in leaves(tree):
         data = values.pop(leaf.path, None)
         if leaf.dtype is None:
-            pieces = collect(data, [each.packed.get(leaf.path, 0) for each in everyone], group, rank)
-            if takes:
+            pieces = collect(data, [each.packed.get(leaf.path, 0) for each in messages], group, rank)
+            if receives:
                 joined[leaf.path] = _join_lists(
                     [pickle.loads(piece) if piece else [] for piece in pieces], places, total
                 )
         else:
             joined[leaf.path] = _join_tensors(leaf, data, counts, places, total, group, rank)
-    return build(tree, joined) if takes else None
+    return build(tree, joined) if receives else None
 
 
 def gather_given(
@@ -153,7 +153,7 @@ def gather_given(
 
 def _prepare(
     batches: Sequence[Any], indices: Sequence[Any] | None, what: str, way: tuple[int | None, bool]
-) -> tuple[_Said, dict[str, Tensor], Tensor | None]:
+) -> tuple[_Message, dict[str, Tensor], Tensor | None]:
     """Return the message, the data by path (bytes of shape rows x row size, or of a pickled list), and all indices."""
     if indices is not None and len(indices) != len(batches):
         raise JoinValueError(f"Got indices for {len(indices)} batches, but {what} for {len(batches)}.")
@@ -168,12 +168,12 @@ def _prepare(
             check_alike(parts[0].tree, part.tree, ["batch 0", f"batch {number}"])
         parts.append(part)
     if not parts:
-        return _Said(way=way), {}, None
+        return _Message(way=way), {}, None
     tree = parts[0].tree
     values = {leaf.path: _as_bytes(leaf, [part.values[leaf.path] for part in parts]) for leaf in leaves(tree)}
     packed = {leaf.path: len(values[leaf.path]) for leaf in leaves(tree) if leaf.dtype is None}
-    said = _Said("", tree, sum(part.count for part in parts), packed, known is not None, way)
-    return said, values, None if known is None else torch.cat(known)
+    message = _Message("", tree, sum(part.count for part in parts), packed, known is not None, way)
+    return message, values, None if known is None else torch.cat(known)
 
 
 def _as_indices(of_batch: Any) -> Tensor:
@@ -194,22 +194,22 @@ def _as_bytes(leaf: Leaf, values: list[Any]) -> Tensor:
 # ---------------------------------------------------------------- checking the ranks' messages
 
 
-def _check(everyone: Sequence[_Said], what: str) -> Any:
+def _check(messages: Sequence[_Message], what: str) -> Any:
     """Return the structure of the batches; `None` if there are none."""
-    for number, each in enumerate(everyone):
+    for number, each in enumerate(messages):
         if each.error:
             raise JoinValueError(f"The {what} of rank {number} cannot be gathered. {each.error}")
-    if any(each.way != everyone[0].way for each in everyone):
+    if any(each.way != messages[0].way for each in messages):
         raise JoinValueError(
             f"The ranks requested the {what} in different ways. Pass the same `rank=` and order on all."
         )
-    having = [number for number, each in enumerate(everyone) if each.tree is not None]
+    having = [number for number, each in enumerate(messages) if each.tree is not None]
     if not having:
         return None
-    first = everyone[having[0]]
+    first = messages[having[0]]
     for number in having:
-        check_alike(first.tree, everyone[number].tree, [f"rank {having[0]}", f"rank {number}"])
-    without = [number for number in having if not everyone[number].has_indices]
+        check_alike(first.tree, messages[number].tree, [f"rank {having[0]}", f"rank {number}"])
+    without = [number for number in having if not messages[number].has_indices]
     if 0 < len(without) < len(having):
         raise JoinValueError(
             f"{name_ranks(without).capitalize()} passed no indices, but other ranks did. Pass indices on all ranks"
@@ -222,11 +222,11 @@ def _check(everyone: Sequence[_Said], what: str) -> Any:
 
 
 def _places(
-    known: Tensor | None, everyone: Sequence[_Said], by_rank: bool, group: Group, to: int | None
+    known: Tensor | None, messages: Sequence[_Message], by_rank: bool, group: Group, to: int | None
 ) -> tuple[list[Tensor], int]:
     """Call `place_rows`; a rank that receives no rows does not receive their indices either."""
-    counts = [each.count for each in everyone]
-    if not any(each.has_indices for each in everyone):
+    counts = [each.count for each in messages]
+    if not any(each.has_indices for each in messages):
         return place_rows(counts, None, by_rank)
     own = None if known is None else raw_bytes(known).view(-1, 8)
     found = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
@@ -285,13 +285,13 @@ def _join_tensors(
     assert leaf.dtype is not None
     kind = torch.device("cpu") if leaf.device == "cpu" else current_device(group)
     device = kind if data is None else data.device
-    takes = to is None or to == _rank_in(group)
-    joined = torch.empty((total if takes else 0, leaf.row_bytes), dtype=torch.uint8, device=device)
+    receives = to is None or to == _rank_in(group)
+    joined = torch.empty((total if receives else 0, leaf.row_bytes), dtype=torch.uint8, device=device)
     for rank, first, rows in exchange(data, leaf.row_bytes, counts, group, to, device):
         at = places[rank][first : first + len(rows)]
         kept = at >= 0
         joined[at[kept].to(device)] = rows.to(device)[kept.to(device)]
-    return joined.flatten().view(leaf.dtype).view(total, *leaf.shape) if takes else None
+    return joined.flatten().view(leaf.dtype).view(total, *leaf.shape) if receives else None
 
 
 # ---------------------------------------------------------------- over the process group

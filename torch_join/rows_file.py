@@ -133,11 +133,11 @@ class RowsPart:
             JoinError: On all ranks, if the file cannot be written.
         """
         try:
-            everyone = _objects.gather((self._close(), self._name), "What a rank has written", group)
-            for rank, (error, _) in enumerate(everyone):
+            answers = _objects.gather((self._close(), self._name), "What a rank has written", group)
+            for rank, (error, _) in enumerate(answers):
                 if error:
                     raise JoinError(f"Rank {rank} could not write its {self._what} to {self._path}: {error}")
-            steps = _merge(self._path, [name for _, name in everyone], by_rank)
+            steps = _merge(self._path, [name for _, name in answers], by_rank)
             # In pieces, so that no rank waits for long without a report from rank 0.
             while (state := _objects.gather("" if self._rank else _advance(steps), "An error", group)[0]) is not None:
                 if state:
@@ -228,8 +228,8 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
             stack.callback(new.unlink, missing_ok=True)
             for rank, name in enumerate(names):
                 files.append(stack.enter_context(open(_path_of(path, rank), "rb", buffering=_BUFFER)))
-                said, of_rank = _read_end(files[-1])
-                if said != name:
+                written_name, of_rank = _read_end(files[-1])
+                if written_name != name:
                     raise JoinValueError(
                         f"{files[-1].name} is not the file that rank {rank} wrote. Use a file system that all ranks"
                         " share."
@@ -357,8 +357,8 @@ class FileRows(Sequence[Any]):
 
 def _sample_of(tree: Any, rows: Any, row: int = 0) -> Any:
     found = split(rows)
-    ours = {leaf.path: value[row] for leaf, value in zip(leaves(tree), found.values.values(), strict=True)}
-    return build(tree, ours)
+    own = {leaf.path: value[row] for leaf, value in zip(leaves(tree), found.values.values(), strict=True)}
+    return build(tree, own)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[FileRows]:

@@ -145,14 +145,14 @@ DECIDE = (
 )
 
 
-def check_all_go_on(said: Sequence[Sequence[str]], names: Sequence[int]) -> None:
+def check_all_go_on(messages: Sequence[Sequence[str]], names: Sequence[int]) -> None:
     """Compare the ranks' messages at the start of a `with`.
 
     Raises:
         JoinError: Some ranks have ended their training, and others start a `with`.
     """
-    ended = [name for name, words in zip(names, said, strict=True) if words == ENDS]
-    if ended and len(ended) < len(said):
+    ended = [name for name, message in zip(names, messages, strict=True) if message == ENDS]
+    if ended and len(ended) < len(messages):
         begins = name_ranks(name for name in names if name not in ended)
         raise JoinError(
             f"{name_ranks(ended).capitalize()} ended training, but {begins} started another loop or `with`. Usually"

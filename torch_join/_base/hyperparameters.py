@@ -47,23 +47,23 @@ def take_group_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> 
             group[name] = value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
-def compare(everyone: Sequence[Hyperparameters], names: Sequence[int]) -> None:
+def compare(by_rank: Sequence[Hyperparameters], names: Sequence[int]) -> None:
     """Compare the ranks' hyperparameters.
 
     Args:
-        everyone: The hyperparameters, by rank.
+        by_rank: The hyperparameters, by rank.
         names: The ranks' names in errors.
 
     Raises:
         JoinError: Some differ.
     """
-    if all(values is everyone[0] for values in everyone):  # `gather` returns one object for equal values
+    if all(values is by_rank[0] for values in by_rank):  # `gather` returns one object for equal values
         return
-    for values in zip(*everyone, strict=False):
+    for values in zip(*by_rank, strict=False):
         if not all(name == values[0][0] and _are_alike(value, values[0][1]) for name, value in values):
-            said = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
+            listing = ", ".join(f"{value!r} on rank {rank}" for rank, (_, value) in zip(names, values, strict=True))
             raise JoinError(
-                f"The ranks' optimizers differ: {values[0][0]} is {said}. One rank changed the value based on"
+                f"The ranks' optimizers differ: {values[0][0]} is {listing}. One rank changed the value based on"
                 " something local, such as its own metric or batch counter. Base the change on the step number, on a"
                 " value reduced after the loop, or on one rank's decision that it broadcasts."
             )
@@ -90,7 +90,7 @@ class Steps:
     def forget(self) -> None:
         """Start another loop."""
         self.now = False
-        self._begun = 0
+        self._step_number = 0
         self._last: list[tuple[int, list[list[dict[str, Any]]]]] = []
         self._changing: list[tuple[int, int, str]] = []  # optimizer, group and name of values that may change in place
         self._counts: list[int] = []  # each optimizer's number of groups when `_changing` was computed
@@ -98,13 +98,13 @@ class Steps:
     def begin(self) -> None:
         """Record the hyperparameters at the start of a step."""
         self.now = True
-        self._begun += 1
-        self._last = [*self._last[-1:], (self._begun, self._copies())]
+        self._step_number += 1
+        self._last = [*self._last[-1:], (self._step_number, self._copies())]
 
     def skip(self) -> None:
         """Start a step; no rank can join in it or before it."""
         self.now = True
-        self._begun += 1
+        self._step_number += 1
 
     def _copies(self) -> list[list[dict[str, Any]]]:
         """Return copies of all groups, whose values no longer change.
@@ -133,17 +133,17 @@ class Steps:
             late: Whether a value may have changed since the start of the last step.
         """
         # A value that started to change in place within the loop has no copy, only its current value.
-        newest = self._begun if self.now and not late else -1
+        newest = self._step_number if self.now and not late else -1
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
-    def compare(self, everyone: Mapping[int, Words]) -> None:
+    def compare(self, by_rank: Mapping[int, Words]) -> None:
         """Compare the hyperparameters of some ranks, by name, at the start of the same steps.
 
         Raises:
             JoinError: Some differ.
         """
         found: dict[tuple[int, str], dict[int, Any]] = {}
-        for rank, words in everyone.items():
+        for rank, words in by_rank.items():
             for step, values in words:
                 for name, value in values:
                     found.setdefault((step, name), {})[rank] = value
@@ -153,12 +153,12 @@ class Steps:
                 raise JoinError(self._explain(name, values_of))
 
     def _explain(self, name: str, values: Mapping[int, Any]) -> str:
-        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(values.items()))
+        listing = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(values.items()))
         optimizer = next(thing for label, thing in self._named if name.endswith(f" of {label}"))
         schedule = next((t for t in self._objects if getattr(t, "optimizer", None) is optimizer), None)
         setter = "Whatever sets it" if schedule is None else f"{type(schedule).__name__}, which sets it,"
         return (
-            f"The ranks' optimizers differ in the same step: {name} is {said}. {setter} depends on a value that"
+            f"The ranks' optimizers differ in the same step: {name} is {listing}. {setter} depends on a value that"
             " differs between ranks, usually len(loader) or a step counter. Use the largest len(loader) of all ranks,"
             " and pass the counter to Join (an object with state_dict and load_state_dict) or compute it: epoch *"
             " longest + step."

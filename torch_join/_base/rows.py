@@ -136,10 +136,10 @@ def check_alike(tree: Any, other: Any, names: Sequence[str]) -> None:
     """
     if tree == other:
         return
-    mine, theirs = ({leaf.path: leaf for leaf in leaves(each)} for each in (tree, other))
-    for path in (*mine, *theirs):
-        if mine.get(path) != theirs.get(path):
-            one, another = (str(found.get(path, f"no {path}")) for found in (mine, theirs))
+    first, second = ({leaf.path: leaf for leaf in leaves(each)} for each in (tree, other))
+    for path in (*first, *second):
+        if first.get(path) != second.get(path):
+            one, another = (str(found.get(path, f"no {path}")) for found in (first, second))
             raise JoinValueError(
                 f"{names[0]} has {one}, and {names[1]} has {another}. Only the number of rows may differ. Pad the"
                 " rows to the same shape, or return them as a list."

@@ -31,22 +31,22 @@ class SyncedSteps:
             self.last = step
 
 
-def explain_mixed(everyone: Mapping[int, Sequence[Synced]], names: Sequence[int]) -> str:
+def explain_mixed(by_rank: Mapping[int, Sequence[Synced]], names: Sequence[int]) -> str:
     """Return text for an error if some ranks synced in different steps and have mixed gradients since; else "".
 
     Args:
-        everyone: By rank, the `SyncedSteps` of each model.
+        by_rank: By rank, the `SyncedSteps` of each model.
         names: By rank, its number in the whole job.
     """
-    of_models = (dict(zip(everyone, model, strict=True)) for model in zip(*everyone.values(), strict=False))
-    return next(filter(None, (_explain_mixed(said, names) for said in of_models)), "")
+    of_models = (dict(zip(by_rank, model, strict=True)) for model in zip(*by_rank.values(), strict=False))
+    return next(filter(None, (_explain_mixed(each, names) for each in of_models)), "")
 
 
-def _explain_mixed(said: Mapping[int, Synced], names: Sequence[int]) -> str:
+def _explain_mixed(by_rank: Mapping[int, Synced], names: Sequence[int]) -> str:
     """Return the text for one model."""
-    for step in sorted({step for gaps, _ in said.values() for gap in gaps for step in gap}):
-        without = [rank for rank, (gaps, _) in said.items() if any(first <= step < end for first, end in gaps)]
-        others = [rank for rank, (_, last) in said.items() if rank not in without and step <= last]
+    for step in sorted({step for gaps, _ in by_rank.values() for gap in gaps for step in gap}):
+        without = [rank for rank, (gaps, _) in by_rank.items() if any(first <= step < end for first, end in gaps)]
+        others = [rank for rank, (_, last) in by_rank.items() if rank not in without and step <= last]
         if without and others:
             skipped, synced = (name_ranks(names[rank] for rank in ranks) for ranks in (without, others))
             return (

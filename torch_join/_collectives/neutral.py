@@ -146,15 +146,15 @@ def _in_place(method: str, kind: Any, call: Call, group: dist.ProcessGroup) -> d
 
 
 def _reduce_scatter(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    ours = [call.inputs[group.rank()]]
+    own = [call.inputs[group.rank()]]
     options = _options(dist.ReduceScatterOptions, call, group)
-    return group.reduce_scatter(_blank(ours, call), [_neutral(call)], options)
+    return group.reduce_scatter(_blank(own, call), [_neutral(call)], options)
 
 
 def _all_gather(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
-    ours = [call.outputs[group.rank()]]
+    own = [call.outputs[group.rank()]]
     options = _options(_compat_c10d.AllgatherOptions, call, group)
-    return group.allgather([_blank(call.outputs, call)], _blank(ours, call), options)
+    return group.allgather([_blank(call.outputs, call)], _blank(own, call), options)
 
 
 def _all_gather_coalesced(call: Call, group: dist.ProcessGroup) -> dist.Work | None:
@@ -204,8 +204,8 @@ def _objects(call: Call, group: dist.ProcessGroup) -> None:
     if call.operation == "all_gather_object":
         dist.all_gather_object([None] * group.size(), None, group)
     elif call.operation == "gather_object":
-        ours = call.root == dist.get_rank()
-        dist.gather_object(None, [None] * group.size() if ours else None, call.root, group)
+        is_root = call.root == dist.get_rank()
+        dist.gather_object(None, [None] * group.size() if is_root else None, call.root, group)
     elif call.operation == "broadcast_object_list":
         device = torch.device(call.device)
         dist.broadcast_object_list([None] * call.objects, call.root, group, device)

@@ -91,9 +91,9 @@ class Parting:
             return
         rank, other = self._members.named((self._members.rank, goes_on[0]))
         ways = ("reduces gradients", "only accumulates them")
-        mine, theirs = ways if syncs else ways[::-1]
+        own, others = ways if syncs else ways[::-1]
         raise JoinError(
-            f"Rank {rank}'s last backward in this loop {mine}, but rank {other}'s backward in the same step {theirs},"
+            f"Rank {rank}'s last backward in this loop {own}, but rank {other}'s backward in the same step {others},"
             " so both would wait forever. Usually each rank syncs at its own last batch (`if i + 1 == len(loader)`)."
             " Sync in the same steps on all ranks: `(step + 1) % k == 0`."
         )

@@ -45,9 +45,9 @@ class Subgroups:
     def find(self, active: tuple[int, ...]) -> None:
         """Find the groups that exist; `active` are the ranks that had an input in the last step."""
         self._active = active
-        everyone = set(self._members)
+        all_ranks = set(self._members)
         for name, ranks in _compat_c10d.groups_of_this_rank().items():
-            if set(ranks) < everyone:
+            if set(ranks) < all_ranks:
                 self.groups[name] = [self._members.index(rank) for rank in ranks]
                 self._counts.setdefault(name, 0)
 

@@ -50,12 +50,12 @@ def _open_store() -> dist.Store:
     return store
 
 
-def judge_store(said: Sequence[float]) -> Finding:
+def judge_store(by_rank: Sequence[float]) -> Finding:
     """Report how long a request takes."""
-    slowest = max(range(len(said)), key=said.__getitem__)
-    ranks = "the only rank reaches it" if len(said) == 1 else f"all {len(said)} ranks reach it"
-    text = f"{ranks}; a request takes {said[slowest]:.2f} ms (rank {slowest}, the slowest)"
-    return Finding("store", "ok", text, data={"ms": [*said]})
+    slowest = max(range(len(by_rank)), key=by_rank.__getitem__)
+    ranks = "the only rank reaches it" if len(by_rank) == 1 else f"all {len(by_rank)} ranks reach it"
+    text = f"{ranks}; a request takes {by_rank[slowest]:.2f} ms (rank {slowest}, the slowest)"
+    return Finding("store", "ok", text, data={"ms": [*by_rank]})
 
 
 _REMEDY = (
@@ -86,8 +86,8 @@ def add_up(job: Job) -> dict[str, Any]:
     if job.device.type != "cpu":
         name = getattr(torch.get_device_module(job.device), "get_device_name", str)(job.device)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None  # type: ignore[no-untyped-call]
-    said = {"device": str(job.device), "name": name, "there": there, "backend": backend, "nccl": nccl}
-    return {**said, "ms": _milliseconds(act)}
+    found = {"device": str(job.device), "name": name, "there": there, "backend": backend, "nccl": nccl}
+    return {**found, "ms": _milliseconds(act)}
 
 
 def _choose_device(job: Job) -> int:
@@ -110,20 +110,20 @@ def _choose_device(job: Job) -> int:
     return there
 
 
-def judge_backend(said: Sequence[dict[str, Any]]) -> Finding:
+def judge_backend(by_rank: Sequence[dict[str, Any]]) -> Finding:
     """Report the devices, the backend, and how long an all-reduce takes."""
-    names = sorted({each["name"] for each in said})
-    versions = sorted({each["nccl"] for each in said if each["nccl"]})
-    backend = " ".join([said[0]["backend"], *versions])
-    text = f"{backend} on {', '.join(names)}; an all-reduce takes {max(each['ms'] for each in said):.2f} ms"
+    names = sorted({each["name"] for each in by_rank})
+    versions = sorted({each["nccl"] for each in by_rank if each["nccl"]})
+    backend = " ".join([by_rank[0]["backend"], *versions])
+    text = f"{backend} on {', '.join(names)}; an all-reduce takes {max(each['ms'] for each in by_rank):.2f} ms"
     remedy = "Install the same NCCL on all hosts." if len(versions) > 1 else ""
-    if said[0]["device"] == "cpu" and any(each["there"] for each in said):
+    if by_rank[0]["device"] == "cpu" and any(each["there"] for each in by_rank):
         text += (
             ". All ranks ran on CPUs, since some host has fewer accelerators than ranks: the accelerators were not"
             " tried"
         )
         remedy = "Start as many ranks on each host as it has accelerators, with torchrun, which sets LOCAL_WORLD_SIZE."
-    data = {"backend": said[0]["backend"], "nccl": versions, "ranks": [*said]}
+    data = {"backend": by_rank[0]["backend"], "nccl": versions, "ranks": [*by_rank]}
     return Finding("backend", "warning" if remedy else "ok", text, remedy, data)
 
 
@@ -146,12 +146,12 @@ def connect(job: Job) -> float:
     return ms
 
 
-def judge_links(said: Sequence[float]) -> Finding:
+def judge_links(by_rank: Sequence[float]) -> Finding:
     """Report how long a meeting of all ranks takes."""
-    if len(said) == 1:
+    if len(by_rank) == 1:
         return Finding("links", "ok", "one rank needs none")
-    text = f"all {len(said)} ranks are connected, and meet in {max(said):.2f} ms"
-    return Finding("links", "ok", text, data={"ms": [*said]})
+    text = f"all {len(by_rank)} ranks are connected, and meet in {max(by_rank):.2f} ms"
+    return Finding("links", "ok", text, data={"ms": [*by_rank]})
 
 
 _REMEDY = (

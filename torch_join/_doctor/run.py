@@ -28,7 +28,7 @@ _END_SECONDS = 5.0  # how long ranks wait for each other at the end
 _AROUND = "TORCH_JOIN_DOCTOR_AROUND"  # set for ranks that `_launch` starts, to the job around it, which is not checked
 # Variables that show a job of several ranks in which this process does not know its own rank.
 _JOBS = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR"
-_SAID = 3  # exit code of these ranks if a check has failed and rank 0 has printed that; Python itself uses 1
+_REPORTED = 3  # exit code of these ranks if a check has failed and rank 0 has printed that; Python itself uses 1
 
 
 def examine(is_json: bool) -> int:
@@ -78,11 +78,11 @@ def _run_as_rank(job: Job, is_json: bool) -> NoReturn:
         if job.rank == 0 and is_json:
             seconds = round(time.monotonic() - begin, 1)
             print(document(findings, torch_join=__version__, world_size=job.world_size, seconds=seconds), file=out)
-    is_said = job.rank == 0 or job.store is not None
+    is_reported = job.rank == 0 or job.store is not None
     with contextlib.suppress(Exception):  # no rank ends before rank 0 has printed, and all have the last finding
         job.collect("end", None, _END_SECONDS)
     sys.stderr.flush()
-    failed = _SAID if is_said and _AROUND in os.environ else 1
+    failed = _REPORTED if is_reported and _AROUND in os.environ else 1
     os._exit(failed if verdict_of(findings) == "failed" else 0)  # a thread of the backend may never end
 
 
@@ -112,10 +112,10 @@ def _launch(is_json: bool) -> int:
     options = ["--standalone", "--nnodes=1", f"--nproc-per-node={_RANKS}", "--local-addr=127.0.0.1"]
     try:
         torchrun.main([*options, "-m", "torch_join", "doctor", *(["--json"] if is_json else [])])
-    except SignalException as told:
-        return 128 + told.sigval
+    except SignalException as received:
+        return 128 + received.sigval
     except ChildFailedError as error:
-        if all(failure.exitcode != _SAID for failure in error.failures.values()):
+        if all(failure.exitcode != _REPORTED for failure in error.failures.values()):
             rank, first = error.get_first_failure()
             how = f"exit code {first.exitcode}" if first.exitcode >= 0 else f"signal {first.signal_name()}"
             remedy = "What it has written to stderr says more."

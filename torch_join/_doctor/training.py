@@ -53,14 +53,14 @@ def _train_in_one_process(network: nn.Module, batches: Sequence[Sequence[Tensor]
         optimizer.step()
 
 
-def judge_epoch(said: Sequence[dict[str, Any]]) -> Finding:
+def judge_epoch(by_rank: Sequence[dict[str, Any]]) -> Finding:
     """Compare the largest difference on all ranks with the bound for rounding."""
-    differences, bound = [float(each["difference"]) for each in said], said[0]["bound"]
+    differences, bound = [float(each["difference"]) for each in by_rank], by_rank[0]["bound"]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
-    shown = ", ".join(str(each["batches"]) for each in said[:4]) + (", ..." if len(said) > 4 else "")
+    shown = ", ".join(str(each["batches"]) for each in by_rank[:4]) + (", ..." if len(by_rank) > 4 else "")
     text = f"ranks with {shown} batches differ by at most {worst:.1e} from one process (rounding explains {bound:.0e})"
     remedy = "" if worst <= bound else "Do not train on uneven data here, and report this with the output of --json."
-    return Finding("epoch", "failed" if remedy else "ok", text, remedy, {"ranks": [*said]})
+    return Finding("epoch", "failed" if remedy else "ok", text, remedy, {"ranks": [*by_rank]})
 
 
 _REMEDY = "If the checks before passed, report this with the output of --json."
@@ -101,9 +101,9 @@ def _now(job: Job) -> float:
     return time.perf_counter()
 
 
-def judge_cost(said: Sequence[Sequence[tuple[float, float]]]) -> Finding:
+def judge_cost(by_rank: Sequence[Sequence[tuple[float, float]]]) -> Finding:
     """Report the median step, and the median of the pairs' ratios."""
-    slowest = [[*map(max, zip(*ranks, strict=True))] for ranks in zip(*said, strict=True)]
+    slowest = [[*map(max, zip(*ranks, strict=True))] for ranks in zip(*by_rank, strict=True)]
     plain, joined = (statistics.median(times) for times in zip(*slowest, strict=True))
     ratio = statistics.median(with_join / without for without, with_join in slowest)
     text = f"an even step takes {plain:.2f} ms with plain DDP, {joined:.2f} ms with Join: {ratio:.2f} times as long"

@@ -105,15 +105,15 @@ def _problem(modules: Sequence[str]) -> str:
     return ""
 
 
-def judge_names(said: Sequence[dict[str, str]]) -> Finding:
+def judge_names(by_rank: Sequence[dict[str, str]]) -> Finding:
     """Report which frameworks lack a name."""
-    problems = [f"rank {rank}: {text}" for rank, each in enumerate(said) for text in each.values() if text]
-    data = {"ranks": [*said]}
+    problems = [f"rank {rank}: {text}" for rank, each in enumerate(by_rank) for text in each.values() if text]
+    data = {"ranks": [*by_rank]}
     if problems:
         remedy = "Install the versions of the check 'versions', or a newer torch_join. Other packages are not affected."
-        is_torch = any(each.get("torch") for each in said)  # other frameworks may not be used
+        is_torch = any(each.get("torch") for each in by_rank)  # other frameworks may not be used
         return Finding("names", "failed" if is_torch else "warning", "; ".join(problems), remedy, data)
-    frameworks = sorted({name for each in said for name in each})
+    frameworks = sorted({name for each in by_rank for name in each})
     return Finding("names", "ok", f"all that is relied on is there: {', '.join(frameworks)}", data=data)
 
 

@@ -144,14 +144,14 @@ class Lockstep:
         self._active_before: Sequence[int] = range(self.channel.world_size)  # at the step before
         self.remarks = Remarks(self.driver.members, self.driver.options, self.driver.framework, first_step)
         self._states.begin([self._whole, *optimizers, *others])
-        mine = (end, float(count), value, self._known(), hyperparameters(optimizers))
-        everyone = self.channel.gather(mine, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
-        compare([options for *_, options in everyone], self.channel.global_ranks)
-        self._compare([known for *_, known, _ in everyone], end is None or end > first_step)
-        active_ranks.announce({rank: end for rank, (end, *_) in enumerate(everyone) if end is not None})
-        active_ranks.counted, active_ranks.total = count, math.fsum(theirs for _, theirs, *_ in everyone)
+        message = (end, float(count), value, self._known(), hyperparameters(optimizers))
+        answers = self.channel.gather(message, of=tuple[int | None, float, Any, list[int] | None, Hyperparameters])
+        compare([options for *_, options in answers], self.channel.global_ranks)
+        self._compare([known for *_, known, _ in answers], end is None or end > first_step)
+        active_ranks.announce({rank: end for rank, (end, *_) in enumerate(answers) if end is not None})
+        active_ranks.counted, active_ranks.total = count, math.fsum(each for _, each, *_ in answers)
         active_ranks.check_termination()
-        return [value for _, _, value, *_ in everyone]
+        return [value for _, _, value, *_ in answers]
 
     def rebalance(self, source: Source, length: int | None, **options: Any) -> None:
         """Rebalance the current epoch; all ranks meet.

@@ -61,8 +61,8 @@ class CatchUp:
             JoinError: The hyperparameters of the ranks' optimizers differ already.
         """
         if self._source is None:
-            everyone = self._channel.gather(hyperparameters(self._objects), of=Hyperparameters)
-            compare(everyone, self._channel.global_ranks)
+            all_hyperparameters = self._channel.gather(hyperparameters(self._objects), of=Hyperparameters)
+            compare(all_hyperparameters, self._channel.global_ranks)
             chosen, shards = self._options, [thing for thing in self._objects if is_sharded_model(thing)]
             self._states = stateful(self._objects)
             left_out = Forgotten(self._objects)
@@ -95,11 +95,11 @@ class CatchUp:
         source = self._source
         assert source is not None
         digests = digests_of(self._states)
-        mine = {} if digests is None else digests.read()
-        said = self._channel.gather((hyperparameters(self._objects), mine), of=tuple[Hyperparameters, dict[str, int]])
-        compare([said[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
-        first = said[source][1]
-        differ = {name for _, theirs in said for name in first.keys() | theirs if first.get(name) != theirs.get(name)}
+        own = {} if digests is None else digests.read()
+        sent = self._channel.gather((hyperparameters(self._objects), own), of=tuple[Hyperparameters, dict[str, int]])
+        compare([sent[rank][0] for rank in self._active], [self._channel.global_ranks[rank] for rank in self._active])
+        first = sent[source][1]
+        differ = {name for _, other in sent for name in first.keys() | other if first.get(name) != other.get(name)}
         lacking = [thing for name, thing in named(self._states) if any(each.startswith(f"{name}: ") for each in differ)]
         with on_device(self._group):
             local = self._audit.local(self._channel)

@@ -194,21 +194,21 @@ class Evened:
             reader = reader.rebalanced(partial(self._plan, loader.length))
             plan = rebalancing.current
         batch, counted = self._take(reader, plan)
-        everyone = self._begin(loader, batch, certain)
+        beginnings = self._begin(loader, batch, certain)
         if plan is not None:
             yield from self._planned(reader, plan, batch)
             return
         rank, step = self._channel.rank, 0
-        active = tuple(rank for rank, (has, *_) in enumerate(everyone) if has)
-        lengths = [length for _, length, _ in everyone]
+        active = tuple(rank for rank, (has, *_) in enumerate(beginnings) if has)
+        lengths = [length for _, length, _ in beginnings]
         while active:
             if throws and len(active) < self._channel.world_size:
                 raise early_termination(rank, rank not in active)
             goes_on, total = batch is not _END and reader.goes_on, 0.0
             if self._count is not None or None in lengths:
-                said = self._channel.gather((goes_on, counted), of=tuple[bool, float])
-                going_on = tuple(rank for rank, (goes, _) in enumerate(said) if goes)
-                total = math.fsum(number for _, number in said)
+                answers = self._channel.gather((goes_on, counted), of=tuple[bool, float])
+                going_on = tuple(rank for rank, (goes, _) in enumerate(answers) if goes)
+                total = math.fsum(number for _, number in answers)
             else:
                 going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
                 if goes_on != (rank in going_on):
@@ -250,18 +250,18 @@ class Evened:
     def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:
         """Start a loader, with this rank's first batch; all ranks meet. Return all ranks' `Beginning`s."""
         has = batch is not _END
-        everyone = self._begin_loop((has, certain, loader.stand_in is None and not has))
-        lacking = [rank for rank, (*_, lacks) in enumerate(everyone) if lacks]
-        source = next((rank for rank, (has, *_) in enumerate(everyone) if has), None)
+        beginnings = self._begin_loop((has, certain, loader.stand_in is None and not has))
+        lacking = [rank for rank, (*_, lacks) in enumerate(beginnings) if lacks]
+        source = next((rank for rank, (has, *_) in enumerate(beginnings) if has), None)
         if lacking and source is not None:
             # These ranks need only an empty batch of the same kind, except for placeholders.
-            mine = None
+            template = None
             if self._channel.rank == source:
-                mine = loader.moved(batch if loader.keeps else loader.empty(batch), "cpu")
-            shared = broadcast(mine, source, self._device)
+                template = loader.moved(batch if loader.keeps else loader.empty(batch), "cpu")
+            shared = broadcast(template, source, self._device)
             if self._channel.rank in lacking:
                 loader.keep(loader.moved(shared, self._device))
-        return everyone
+        return beginnings
 
 
 def _checked(loader: EvenedLoader, steps: _Steps) -> _Steps:

@@ -347,32 +347,32 @@ class LockstepJoin(Lockstep):
         counts = self._syncs and not (self.joined and self.driver.has_loss)
         count = f"lossless/{self.driver.synced_backwards}"
 
-        def say() -> None:
+        def add_count() -> None:
             if counts:
                 self.channel.add(count, 1 if any(p.grad is not None for p in parameters) else 1 + _GRADIENTS)
 
         if self.joined and self._in_pieces:
-            say()
+            add_count()
             self._listening_to(backward)  # this follows the active ranks
         elif not (self.joined or self.no_output):
-            counts = self._run_own(backward, say) and counts
+            counts = self._run_own(backward, add_count) and counts
         else:
-            say()
+            add_count()
             self._shadow.backward(partial(self._listening_to, backward))  # the framework's backward, with its hooks
         if not counts:
             return True
         _compat.wait_for_device(parameters[0].device.type, self._watch)
-        total, everyone = self.channel.add(count, 0), self.channel.world_size
-        for parameter in parameters if total // _GRADIENTS == everyone else ():
+        total, world_size = self.channel.add(count, 0), self.channel.world_size
+        for parameter in parameters if total // _GRADIENTS == world_size else ():
             parameter.grad = None
-        return total % _GRADIENTS < everyone
+        return total % _GRADIENTS < world_size
 
-    def _run_own(self, backward: Callable[[], None], say: Callable[[], None]) -> bool:
+    def _run_own(self, backward: Callable[[], None], add_count: Callable[[], None]) -> bool:
         """Run the backward of a loss that does not depend on the model; return whether the model got no gradient.
 
         Args:
             backward: Runs that backward, and then the backward of a zero, in which DDP averages the gradients.
-            say: Called between the two, if the model got no gradient.
+            add_count: Called between the two, if the model got no gradient.
         """
         came, watch = False, Watch(self._shadow.parameters)
 
@@ -387,7 +387,7 @@ class LockstepJoin(Lockstep):
                 if came:
                     self._shadow.accumulated = True
                 else:
-                    say()
+                    add_count()
                 stack.enter_context(self._shadow.around_backward(in_pieces=False))
                 _compat.expect_gradients(self._shadow.ddp, zero)
 
@@ -429,14 +429,14 @@ class LockstepJoin(Lockstep):
         """Return a function that raises, while this rank waits for its device, if another rank has failed."""
         check = self.channel.failure_check()
 
-        def look() -> None:
+        def poll() -> None:
             try:
                 check()
             except JoinError:
                 _compat_groups.abort(self.driver.members.group, self._shadow.parameters[0].device.type)
                 raise
 
-        return look
+        return poll
 
     @property
     def _syncs(self) -> bool:

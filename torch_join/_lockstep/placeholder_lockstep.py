@@ -51,10 +51,10 @@ class PlaceholderLockstep(Lockstep):
         if self._losses is None:
             world_size = self.channel.world_size
             self._losses = WeighedLosses(self.weighting, world_size, [self._module], [], self._number)
-            self._losses.step = self._said
+            self._losses.step = self._read_step
         return self._losses
 
-    def _said(self) -> ReadStep:
+    def _read_step(self) -> ReadStep:
         counted, total = self._counts
         return ReadStep(self.active_ranks, False, counted, total)
 

@@ -149,8 +149,8 @@ class StepDriver(Driver):
         """
         self.tail_log.begin_step(active)
         backwards = self.tail_log.backwards
-        in_pieces, self.has_loss, told = self.tail_log.follow(DONE)
-        self.parting += told
+        in_pieces, self.has_loss, reported = self.tail_log.follow(DONE)
+        self.parting += reported
         backwards.in_pieces = in_pieces or backwards.in_pieces
         return backwards.in_pieces
 

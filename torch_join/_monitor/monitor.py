@@ -97,10 +97,10 @@ class JoinMonitor:
         Returns:
             The record of all ranks, or `None` if no rank trained, or no rank had a batch.
         """
-        said = channel.gather((trains, mine), of=_Measured)
-        if not (any(trained for trained, _ in said) and any(rank.batches for _, rank in said)):
+        answers = channel.gather((trains, mine), of=_Measured)
+        if not (any(trained for trained, _ in answers) and any(rank.batches for _, rank in answers)):
             return None
-        record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in said])
+        record = EpochRecord.of(len(self.epochs) if number is None else number, [rank for _, rank in answers])
         self._rebalances = rebalances
         self._weighting = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "a function")
         self.epochs.append(record)

@@ -47,8 +47,8 @@ class _Announcing:
 
     @property
     def is_first_joinable(self) -> bool:
-        its = self._participant
-        if not its.members.serves:
-            its.driver.before_notice(its)
-            its.announce("hook")
+        participant = self._participant
+        if not participant.members.serves:
+            participant.driver.before_notice(participant)
+            participant.announce("hook")
         return False

@@ -162,8 +162,8 @@ class ModelParticipant(Participant, LoopModel):
             sources = []
         self._announce_deferred()
         frozen = self._shadow.frozen if self.tail_log.announces else []
-        told = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
-        buffers = self._shadow.news.since(self.ddp.module) if told else None
+        announces_buffers = self.tail_log.announces and _compat.broadcasts_buffers(self.ddp)
+        buffers = self._shadow.news.since(self.ddp.module) if announces_buffers else None
         forward = (grad, sync, sources, frozen, buffers)
         if is_alone:
             self.tail_log.announce_alone(self.index, "forward", forward)
@@ -186,8 +186,8 @@ class ModelParticipant(Participant, LoopModel):
         kept = [(buffer, buffer.detach().clone()) for buffer in changed]
         for source in sources:
             self._shadow.sync_buffers(source)
-            for buffer, its in kept:
-                buffer.data.copy_(its)
+            for buffer, value in kept:
+                buffer.data.copy_(value)
 
     def _note_buffers(self, buffers: Iterable[Tensor]) -> None:
         # A buffer created in inference mode has no version counter. A forward in that mode creates it again.
@@ -429,20 +429,20 @@ class ModelParticipant(Participant, LoopModel):
             accumulates: Whether the source is in an unfinished accumulation, in which each rank has its own share.
         """
         joined = self.members.rank != source and not self.members.last_joiner
-        mine: list[int] = []
+        own: list[int] = []
         if self.members.rank == source and not accumulates:
             # An infinite norm does not show whether user code has unscaled the gradients.
             odd = [state.norm is not None and not math.isfinite(state.norm) for state in states]
-            mine = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
+            own = [index for index, state in enumerate(states) if state.verdict == CHANGED or odd[index]]
         elif joined:
             if accumulates:
                 self._gradients.raise_if_lost(states)
-            mine = self._gradients.differing(states, self.accumulates)
-        everyone, accumulated = self.tail_log.channel.begin_gather(mine, of=list[int]), self.accumulates
+            own = self._gradients.differing(states, self.accumulates)
+        pending, accumulated = self.tail_log.channel.begin_gather(own, of=list[int]), self.accumulates
 
         def end() -> None:
             # All ranks broadcast the same gradients: those that any rank has found.
-            changed = {index for found in everyone() for index in found}
+            changed = {index for found in pending() for index in found}
             if joined:
                 self._gradients.follow(states, accumulated, None)
             for index in sorted(changed):

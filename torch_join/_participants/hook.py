@@ -106,10 +106,10 @@ def around_steps(
 
         return closure_and_send
 
-    ends = ExitStack()
-    ends.callback(optimizer.register_step_pre_hook(Hook(before)).remove)
-    ends.callback(optimizer.register_step_post_hook(Hook(lambda *_: stepping.close())).remove)
-    return ends.close
+    cleanup = ExitStack()
+    cleanup.callback(optimizer.register_step_pre_hook(Hook(before)).remove)
+    cleanup.callback(optimizer.register_step_post_hook(Hook(lambda *_: stepping.close())).remove)
+    return cleanup.close
 
 
 def _same(copied: Any) -> Any:

@@ -165,12 +165,12 @@ def warn_renamed(old: str, new: str, both: bool) -> None:
     JoinFutureWarning.warn(f"{old}= was renamed to {new}=. The old name works until 0.3.0.")
 
 
-def whole_signature(kind: type, ours: type) -> Signature:
+def whole_signature(kind: type, own_base: type) -> Signature:
     """Return a class's signature with its bases' parameters instead of its `**kwargs`.
 
     Args:
         kind: The class.
-        ours: Its last base class in this package; the next base with an `__init__` is the last one used.
+        own_base: Its last base class in this package; the next base with an `__init__` is the last one used.
     """
     found: dict[str, Parameter] = {}
     for place, each in enumerate(kind.__mro__):
@@ -179,6 +179,6 @@ def whole_signature(kind: type, ours: type) -> Signature:
             if found.pop("kwargs", None):  # callers pass these by keyword
                 more = [p.replace(kind=max(p.kind, p.KEYWORD_ONLY)) for p in more if p.kind is not p.VAR_POSITIONAL]
             found |= {p.name: p for p in more if p.name not in found}
-            if "kwargs" not in found or place > kind.__mro__.index(ours):
+            if "kwargs" not in found or place > kind.__mro__.index(own_base):
                 break
     return Signature(sorted(found.values(), key=lambda p: p.kind))

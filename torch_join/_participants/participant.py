@@ -310,7 +310,7 @@ class Participant:
         kind: str,
         payload: Callable[..., Any] = lambda *_: None,
         hold: bool = False,
-        ours: Callable[..., bool] = lambda *_, **__: True,
+        repeats: Callable[..., bool] = lambda *_, **__: True,
         after: Callable[[], None] = lambda: None,
     ) -> None:
         """Announce the calls of an object's method, which joined ranks repeat in `mirror`.
@@ -321,12 +321,12 @@ class Participant:
             kind: The kind of action.
             payload: Makes the payload from a call's arguments.
             hold: Whether to send the announcement with the next one, as the call may not communicate before.
-            ours: Returns whether joined ranks make a call with these arguments too; called before the ranks meet.
+            repeats: Returns whether joined ranks make a call with these arguments too; called before the ranks meet.
             after: Called after an announced call.
         """
 
         def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not ours(*args, **kwargs) or self.is_quiet():
+            if not repeats(*args, **kwargs) or self.is_quiet():
                 return own(*args, **kwargs)
             self.announce(kind, payload(*args, **kwargs), hold)
             result = self.inside(partial(own, *args, **kwargs))

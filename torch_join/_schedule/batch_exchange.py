@@ -223,9 +223,9 @@ def awaited(future: "Future[T]", channel: Channel) -> T:
         PeerFailedError: Another rank has failed.
         JoinTimeoutError: The result did not come within the channel's timeout.
     """
-    look = channel.failure_check()
+    check = channel.failure_check()
     while not wait([future], _POLL_SECONDS).done:
-        look()
+        check()
     if future.exception() is not None:
         channel.failure_check()()  # raises if another rank has reported the cause
     return future.result()

@@ -135,7 +135,7 @@ def _says_rank(sampler: Any) -> bool:
 
 
 def left_of(
-    loader: Any, dealer: Dealer | None, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool
+    loader: Any, dealer: Dealer | None, deals: Sequence[Deal], states: dict[str, Any], world: int, is_new: bool
 ) -> list[Any]:
     """Return this rank's remaining indices, or batches, of an epoch.
 
@@ -143,7 +143,7 @@ def left_of(
         loader: The loader, with all sources of the order.
         dealer: The current dealer.
         deals: The deals of the earlier jobs.
-        begun: The states from which the order was drawn: see `drawing`.
+        states: The states from which the order was drawn: see `drawing`.
         world: The number of ranks.
         is_new: Whether that number has changed; if so, this logs a warning.
 
@@ -164,9 +164,9 @@ def left_of(
             f" epoch. Create the sampler for {world} ranks."
         )
     # Leave out generators of samplers with a `set_epoch`: the epoch seeds them.
-    told = {f"{part}.generator" for part in own_drawing(loader)["told"]}
+    seeded = {f"{part}.generator" for part in own_drawing(loader)["told"]}
     then, now = (
-        {part for part in own if draws_order(part)} - told for own in (begun["own"], own_drawing(loader)["own"])
+        {part for part in own if draws_order(part)} - seeded for own in (states["own"], own_drawing(loader)["own"])
     )
     if then != now:
         raise UnsupportedError(
@@ -179,9 +179,9 @@ def left_of(
 
     @contextmanager
     def drawn() -> Iterator[None]:
-        with drawn_as(loader, begun):
+        with drawn_as(loader, states):
             before = torch.get_rng_state(), random.getstate()
-            if loader.generator is not None and not begun["reuses"]:  # an iterator draws from it first
+            if loader.generator is not None and not states["reuses"]:  # an iterator draws from it first
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             yield
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
@@ -211,13 +211,13 @@ def left_of(
     return [order[index] for index in left[dealer.rank :: world].tolist()]
 
 
-def dealt_anew(loader: Any, deals: Sequence[Deal], begun: dict[str, Any], world: int, is_new: bool) -> Any:
+def redealt_loader(loader: Any, deals: Sequence[Deal], states: dict[str, Any], world: int, is_new: bool) -> Any:
     """Return a loader of this rank's rest of an epoch; see `left_of`."""
     dealer = dealer_of(loader)
-    left = left_of(loader, dealer, deals, begun, world, is_new)
+    left = left_of(loader, dealer, deals, states, world, is_new)
     assert dealer is not None
-    anew = copy(loader)
+    rest = copy(loader)
     where = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # `DataLoader.__setattr__` refuses these.
-    vars(anew).update({where: dealer.of(left), "generator": None, "_iterator": None})
-    return anew
+    vars(rest).update({where: dealer.of(left), "generator": None, "_iterator": None})
+    return rest

@@ -45,38 +45,38 @@ def own_drawing(loader: Any, parts: Sequence[tuple[str, Any]] | None = None) -> 
         loader: The loader.
         parts: The result of `parts_of`, if known.
     """
-    own, told = {}, {}
+    own, epochs = {}, {}
     for name, thing in parts_of(loader) if parts is None else parts:
         if (state := _state_of(thing)) is None:
-            told[name] = thing.epoch
+            epochs[name] = thing.epoch
         else:
             own[name] = state
-    return {"own": own, "told": told}
+    return {"own": own, "told": epochs}
 
 
-def told_epochs(loader: Any, begun: dict[str, Any]) -> list[tuple[Any, int]]:
+def told_epochs(loader: Any, states: dict[str, Any]) -> list[tuple[Any, int]]:
     """Return the samplers, and other objects with an epoch, with their epochs at the start of a loop."""
-    return [(thing, begun["told"][name]) for name, thing in parts_of(loader) if name in begun["told"]]
+    return [(thing, states["told"][name]) for name, thing in parts_of(loader) if name in states["told"]]
 
 
 @contextmanager
-def drawn_as(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
+def drawn_as(loader: Any, states: dict[str, Any]) -> Iterator[None]:
     """Set all sources of an order to the states that `drawing` returned; on exit, restore the global generators."""
     with global_kept():
-        for thing, epoch in told_epochs(loader, begun):
+        for thing, epoch in told_epochs(loader, states):
             if has_epoch(thing):
                 thing.set_epoch(epoch)
-        set_drawing(loader, begun)
+        set_drawing(loader, states)
         yield
 
 
-def drawn_later(loader: Any, begun: dict[str, Any]) -> set[str]:
-    """Return the names of generators from which an order may still be drawn: their states equal those in `begun`."""
+def drawn_later(loader: Any, states: dict[str, Any]) -> set[str]:
+    """Return the names of generators from which an order may still be drawn: their states equal those in `states`."""
     own = own_drawing(loader)["own"]
     return {
         name
-        for name in own.keys() & begun["own"].keys()
-        if draws_order(name) and _are_same(own[name], begun["own"][name])
+        for name in own.keys() & states["own"].keys()
+        if draws_order(name) and _are_same(own[name], states["own"][name])
     }
 
 

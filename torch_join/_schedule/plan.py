@@ -69,13 +69,13 @@ class Plan:
         steps = self.steps_left
         if steps is not None:
             return [-(-left // steps) if left else 0 for left in self.left]
-        ends = [*zip(self.left, self._most, strict=True)]
-        wanted = self.left.count(0) - len(self._gone) - sum(min(left, most) - 1 for left, most in ends if left)
-        unknown = [most for left, most in ends if left is None]
+        limits = [*zip(self.left, self._most, strict=True)]
+        wanted = self.left.count(0) - len(self._gone) - sum(min(left, most) - 1 for left, most in limits if left)
+        unknown = [most for left, most in limits if left is None]
         each = 1
         while each < max(unknown) and sum(min(each, most) - 1 for most in unknown) < wanted:
             each += 1
-        return [min(most, each if left is None else left) for left, most in ends]
+        return [min(most, each if left is None else left) for left, most in limits]
 
     def announce(self, left: Mapping[int, int]) -> None:
         """Note the numbers of batches left on ranks that have reached their end, or that correct an earlier number."""

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from typing import Any
 
 from torch_join._base.errors import JoinDataWarning, JoinValueError, UnsupportedError
-from torch_join._schedule.deals import Deal, Dealer, dealer_of, dealt_anew, left_of
+from torch_join._schedule.deals import Deal, Dealer, dealer_of, left_of, redealt_loader
 from torch_join._schedule.drawing import (
     drawing,
     drawn_as,
@@ -109,11 +109,11 @@ class Position:
                         f" ({differs}), so the order may differ from an uninterrupted run.{advice}"
                     )
                 self._end(place, restored)
-            self._begun = drawing(loader)
-            iterator = begin_again(loader, self._begun) if after or place is not None else iter(loader)
+            self._source_states = drawing(loader)
+            iterator = begin_again(loader, self._source_states) if after or place is not None else iter(loader)
         else:
             check_same(loader, self._size, place, advice)
-            self.first, self._begun = place["taken"], place["begun"]
+            self.first, self._source_states = place["taken"], place["begun"]
             iterator = self._resume(place)
         if place is not None:
             restored += [thing for _, thing in self._drawn]
@@ -175,7 +175,7 @@ class Position:
             "start": self._start,
             "seeds": self._seeds,
             "loader": describe(self._loader, self._size, ended),
-            "begun": self._begun,
+            "begun": self._source_states,
             "now": now,
             "epochs": epochs_of(self._parts),
             "state": state,
@@ -191,7 +191,7 @@ class Position:
         loader, taken, state = self._loader, (self.first - self._start) * self._size, place["state"]
         if self._deals:
             is_new = bool(place["plan"] and place["plan"].get("is_new"))
-            loader = dealt_anew(loader, self._deals, self._begun, place["world"], is_new)
+            loader = redealt_loader(loader, self._deals, self._source_states, place["world"], is_new)
             self._all_left = len(loader)
             # The order is the one that the earlier ranks drew; each rank draws anything else itself.
             self._seeds = place["seeds"] or drawing(loader)
@@ -250,7 +250,7 @@ class Position:
         before, now = own_drawing(loader), place["now"]
         # A dataset that applies its state in all iterators of an epoch would start at that end again.
         if self._stateful and place["state"] is not None and not any(each is not None for each in place["epochs"]):
-            told = told_epochs(loader, drawing(loader))  # for the next loop
+            epochs = told_epochs(loader, drawing(loader))  # for the next loop
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
                 begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
@@ -259,7 +259,7 @@ class Position:
                         iterator = iter(loader)
                     read_past(iterator, max(place["again"], begins))  # some start only at a read
             begin_anew(self._parts, place["epochs"])
-            for thing, epoch in told:
+            for thing, epoch in epochs:
                 if has_epoch(thing):
                     thing.set_epoch(epoch)
         shared = {name for name, thing in parts_of(loader) if any(thing is one for one in restored)}
@@ -344,7 +344,7 @@ class Order:
     """
 
     def __init__(self, loader: Any, place: LoaderPlace | None = None, advice: str = "") -> None:
-        self._loader, self._place, self._begun, self._advice = loader, place, drawing(loader), advice
+        self._loader, self._place, self._source_states, self._advice = loader, place, drawing(loader), advice
 
     def go_through(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the framework's batches; the caller has not read the first one yet.
@@ -356,10 +356,10 @@ class Order:
         place, first = self._place, list[Any]()
         if place is not None and place["ended"]:
             set_drawing(self._loader, place["begun"])
-            self._begun = drawing(self._loader)
+            self._source_states = drawing(self._loader)
         elif place is not None:
             self._check(place)
-            self._begun = place["begun"]
+            self._source_states = place["begun"]
             with drawn_as(self._loader, place["begun"]):
                 first += islice(batches, 1)
         yield from chain(first, batches)
@@ -373,8 +373,8 @@ class Order:
         """
         assert self._place is not None
         self._check(self._place)
-        self._begun = self._place["begun"]
-        return left_of(self._loader, dealer, deals, self._begun, world, is_new)
+        self._source_states = self._place["begun"]
+        return left_of(self._loader, dealer, deals, self._source_states, world, is_new)
 
     def _check(self, place: LoaderPlace) -> None:
         if "refused" in place:
@@ -393,6 +393,6 @@ class Order:
                     " loader, and torchdata would resume in another order. Pass torchdata's StatefulDataLoader("
                     "shuffle=True), a sampler with its own generator, or (Accelerate) use_seedable_sampler=True."
                 )
-            return {"ended": False, "loader": describe(self._loader, 1), "begun": self._begun}
+            return {"ended": False, "loader": describe(self._loader, 1), "begun": self._source_states}
         except UnsupportedError as error:  # no reason to fail here: frameworks save more, and can resume without places
             return {"ended": False, "refused": str(error)}

@@ -41,7 +41,7 @@ class _Step(NamedTuple):
     row: Row
     unknown: tuple[int, ...]  # ranks whose number of batches was unknown when this step was planned
     donated: int  # how many batches this rank sends
-    mine: Any = None  # the batch, or its future; `None` once it was taken
+    batch: Any = None  # the batch, or its future; `None` once it was taken
     comes: bool = False
     counted: float | None = None  # the batch's count, once it has arrived
 
@@ -123,17 +123,17 @@ class Rebalancer:
 
     def _settle(self, count: float, notice: dict[str, Any] | None = None) -> None:
         """Read and meet until it is certain that all ranks have the batches that the next row needs."""
-        rank, said, met = self._channel.rank, notice or {}, False
+        rank, message, met = self._channel.rank, notice or {}, False
         while True:
             read = self._plan.ahead
             waiting = self._source.read(read[rank])
             if not self.meets:
                 return
             is_news = waiting < read[rank] and waiting != self._plan.left[rank]
-            result = self._meet(0 if met else count, {**said, "left": waiting} if is_news else said)
+            result = self._meet(0 if met else count, {**message, "left": waiting} if is_news else message)
             if not met:
                 self.total, self._notices = result.total, result.notices
-            said, met = {}, True
+            message, met = {}, True
             self._plan.announce({rank: notice["left"] for rank, notice in result.notices.items() if "left" in notice})
             if all(now <= before for now, before in zip(self._plan.ahead, read, strict=True)):
                 return
@@ -143,7 +143,7 @@ class Rebalancer:
         row, me, step = self._plan.plan(), self._channel.rank, self.step + len(self._steps)
         share = row[me]
         is_own = share is not None and share.owner == me
-        receivers = [rank for rank, its in enumerate(row) if its is not None and its.owner == me and rank != me]
+        receivers = [rank for rank, each in enumerate(row) if each is not None and each.owner == me and rank != me]
         batches = self._source.reserve(is_own + len(receivers))
         if len(batches) < is_own + len(receivers):
             raise JoinValueError(
@@ -154,8 +154,8 @@ class Rebalancer:
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):
             self._exchange.give(batch, receiver, step)
         comes = share is not None and not is_own
-        mine = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
-        self._steps.append(_Step(row, unknown, len(receivers), mine, comes))
+        batch = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
+        self._steps.append(_Step(row, unknown, len(receivers), batch, comes))
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Continue without ranks that leave the epoch at the current step; no rank trains on batches sent to them."""
@@ -196,7 +196,7 @@ class Rebalancer:
         """
         for step in self._steps:
             if step.comes:
-                arrived(step.mine, self._channel)
+                arrived(step.batch, self._channel)
         self._steps.clear()
         self._exchange.flush()
 
@@ -221,8 +221,8 @@ class Rebalancer:
         """
         self.count(ahead)
         step = self._steps[ahead]
-        self._steps[ahead] = step._replace(mine=None, comes=False)  # so that nothing here keeps it alive
-        return arrived(step.mine, self._channel) if step.comes else step.mine
+        self._steps[ahead] = step._replace(batch=None, comes=False)  # so that nothing here keeps it alive
+        return arrived(step.batch, self._channel) if step.comes else step.batch
 
     def count(self, ahead: int = 0) -> float:
         """Return the count of this rank's batch, once it has arrived; 0 without a batch, or if batches are not counted.
@@ -234,8 +234,8 @@ class Rebalancer:
             return 0
         step = self._steps[ahead]
         if step.counted is None:
-            batch = arrived(step.mine, self._channel) if step.comes else step.mine
-            step = self._steps[ahead] = step._replace(mine=batch, comes=False)
+            batch = arrived(step.batch, self._channel) if step.comes else step.batch
+            step = self._steps[ahead] = step._replace(batch=batch, comes=False)
             self._steps[ahead] = step._replace(counted=self._count(batch))
         return self._steps[ahead].counted or 0
 
@@ -337,24 +337,24 @@ class Rebalancing:
         max_sent_per_step = max_sent_per_step_of(source) if max_sent_per_step is None else max_sent_per_step
         problem = find_problem()
         own = source.taken, leaves, problem, connections_of(self._members.group)
-        mine = length, is_certain, max_sent_per_step, *own
-        everyone = channel.gather(mine, of=_Begin)
-        lengths = [length for length, *_ in everyone]
-        is_known = all(certain for _, certain, *_ in everyone) and None not in lengths
+        message = length, is_certain, max_sent_per_step, *own
+        answers = channel.gather(message, of=_Begin)
+        lengths = [length for length, *_ in answers]
+        is_known = all(certain for _, certain, *_ in answers) and None not in lengths
         if is_known and len({*lengths}) == 1 and not always:
             return None
         if problem:
             raise JoinError(problem)
-        if any(theirs for *_, theirs, _ in everyone):
+        if any(text for *_, text, _ in answers):
             channel.gather(None)  # raises the error that those ranks report
         if self._exchange is None:
             # A rank whose last exchange ended with an error has no connections, while other ranks may have theirs.
-            self._exchange = Exchange(self._members.group, channel, [name for *_, name in everyone])
+            self._exchange = Exchange(self._members.group, channel, [name for *_, name in answers])
             if self._exchange.is_new:
                 channel.gather(None)  # all ranks have read each other's addresses
                 self._exchange.tidy()
-        plan = Plan(lengths, [most for _, _, most, *_ in everyone], [taken for *_, taken, _, _, _ in everyone])
-        plan.leave([rank for rank, (*_, left, _, _) in enumerate(everyone) if left])
+        plan = Plan(lengths, [most for _, _, most, *_ in answers], [taken for *_, taken, _, _, _ in answers])
+        plan.leave([rank for rank, (*_, left, _, _) in enumerate(answers) if left])
         meets, count = meet is None or not is_known, self._members.count
         self.current = Rebalancer(channel, self._exchange, source, plan, count, step, meets, meet)
         self.current.begin()

@@ -23,7 +23,7 @@ def describe(loader: Any, size: int, ended: bool = False) -> dict[str, int | str
     """
     found: dict[str, int | str] = {} if size == 1 else {"batches in a window": size}
     if isinstance(loader, SideBySide):
-        each = [describe(its, 1, ended) for its in loader.loaders]
+        each = [describe(inner, 1, ended) for inner in loader.loaders]
         return {f"{what} of loader {number}": value for number, one in enumerate(each) for what, value in one.items()}
     if isinstance(loader, (list, tuple)):
         found["batches"] = len(loader)
@@ -95,14 +95,14 @@ def skip(loader: Any, taken: int, reuses: bool) -> Iterator[Any]:
     return iterator
 
 
-def begin_again(loader: Any, begun: dict[str, Any]) -> Iterator[Any]:
+def begin_again(loader: Any, states: dict[str, Any]) -> Iterator[Any]:
     """Return an iterator over a loader's next epoch; new persistent workers draw no base seed, as reused ones do.
 
     Args:
         loader: The loader.
-        begun: The result of `drawing`; this function notes in it whether workers are reused.
+        states: The result of `drawing`; this function notes in it whether workers are reused.
     """
-    begun["reuses"] |= reuses_workers(loader, now=False)
+    states["reuses"] |= reuses_workers(loader, now=False)
     with _without_seeds(loaders_in(loader)):
         return iter(loader)
 

@@ -171,8 +171,8 @@ def check_order(loader: Any, stateful: bool, parts: Sequence[tuple[str, Any]]) -
             raise UnsupportedError(loader.problem)
         for number, each in enumerate(loader.loaders):
             prefix = f"loader.{number}"
-            its = [(f"loader{name.removeprefix(prefix)}", thing) for name, thing in parts if name.startswith(prefix)]
-            check_order(each, has_place(each) or stateful, its)
+            own = [(f"loader{name.removeprefix(prefix)}", thing) for name, thing in parts if name.startswith(prefix)]
+            check_order(each, has_place(each) or stateful, own)
         return
     name = type(loader).__name__
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:

@@ -42,18 +42,18 @@ class BufferNews:
 
     def forget(self) -> None:
         """Forget the known forms, when a tail starts or ends."""
-        self._said: list[Buffer] | None = None
+        self._known: list[Buffer] | None = None
 
     def begin(self, model: nn.Module) -> None:
         """Take the current forms as known, unless some were announced; so far they are equal on all ranks."""
-        if self._said is None:
-            self._said = _forms(model)
+        if self._known is None:
+            self._known = _forms(model)
 
     def since(self, model: nn.Module) -> list[Buffer] | None:
         """Return the forms to announce, or `None` if they are known."""
         now = _forms(model)
-        said, self._said = self._said, now
-        return None if said == now else now
+        known, self._known = self._known, now
+        return None if known == now else now
 
 
 def _forms(model: nn.Module) -> list[Buffer]:

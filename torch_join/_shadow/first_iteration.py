@@ -65,10 +65,10 @@ class FirstIteration:
         """How often each parameter got a gradient in the first iteration under `static_graph=True`, if known here."""
         return self._times() if self._fired and self._ddp not in _guessed else None
 
-    def note_fired(self, theirs: list[int] | None) -> None:
+    def note_fired(self, counts: list[int] | None) -> None:
         """Record another rank's counts, if this rank's are from a shadow, in which every parameter gets a gradient."""
-        if theirs is not None and self._ddp in _guessed:
-            _guessed[self._ddp] = theirs
+        if counts is not None and self._ddp in _guessed:
+            _guessed[self._ddp] = counts
 
     @property
     def shadow_only(self) -> bool:
@@ -81,14 +81,14 @@ class FirstIteration:
         Raises:
             JoinError: DDP would wait for parameters that get no gradient.
         """
-        mine, theirs = self._times(), _guessed.get(self._ddp)
-        if not self.shadow_only or theirs is None:
+        own, other = self._times(), _guessed.get(self._ddp)
+        if not self.shadow_only or other is None:
             return
-        where = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        where = next(index for index, (a, b) in enumerate(zip(own, other, strict=True)) if a != b)
         raise JoinError(
             "static_graph=True fixes in the first iteration how many gradients each parameter gets, but the ranks"
-            f" disagree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {mine[where]} on this"
-            f" rank and {theirs[where]} on another. Give each rank a batch in the first iteration, freeze unused"
+            f" disagree: parameter {where}, of shape {tuple(self._parameters[where].shape)}, got {own[where]} on this"
+            f" rank and {other[where]} on another. Give each rank a batch in the first iteration, freeze unused"
             " parameters, or use static_graph=False with find_unused_parameters=True."
         )
 

@@ -85,8 +85,8 @@ class ModelShadow:
                 yield
         finally:
             self._waiting = waiting or self._waiting
-            for hooks, its in muted:
-                hooks.update(its)
+            for hooks, kept in muted:
+                hooks.update(kept)
             self.first.finish_watching()
 
     def forward(self) -> Tensor:

@@ -18,7 +18,7 @@ from tests.support.many import seeds
 from tests.support.other_ranks import KINDS, Chain, Samples, check, drawn, loss, network
 from tests.support.workers import Workers
 from torch_join import Join, UnpaddedDistributedSampler, UnsupportedError
-from torch_join._schedule.deals import dealt_anew
+from torch_join._schedule.deals import redealt_loader
 from torch_join._schedule.drawing import drawing
 
 CHAINS = {
@@ -109,7 +109,7 @@ def test_what_is_left_and_not_known_is_refused(workers: Workers, what: str, mess
 def test_a_sampler_whose_ranks_do_not_share_out_the_samples_is_refused(kind: Any, world: int) -> None:
     loader = DataLoader(Samples(9), 2, sampler=kind(Samples(9), 2, 0))
     with pytest.raises(UnsupportedError, match=f"does not yield each sample on exactly one of {world}"):
-        dealt_anew(loader, [{"world": world, "taken": [1] * world, "batch": 2}], drawing(loader), 2, is_new=True)
+        redealt_loader(loader, [{"world": world, "taken": [1] * world, "batch": 2}], drawing(loader), 2, is_new=True)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -119,7 +119,7 @@ def test_what_torchs_own_sampler_repeats_is_left_out(drop_last: bool) -> None:
     for rank in range(2):
         sampler = DistributedSampler(samples, 2, rank, drop_last=drop_last)
         loader = DataLoader(samples, 1, sampler=sampler)
-        left += [index for (index,) in dealt_anew(loader, deals, drawing(loader), 2, is_new=False).batch_sampler]
+        left += [index for (index,) in redealt_loader(loader, deals, drawing(loader), 2, is_new=False).batch_sampler]
     order = [*DistributedSampler(samples, 1, 0)][: 8 if drop_last else 11]
     assert sorted(left) == sorted(order[6:])
 

@@ -282,10 +282,10 @@ class Gradients:
         if accumulates or all(state.norm is None for state in states):
             return []
         kept = [None if s.norm is None else p.grad for p, s in zip(self.parameters, states, strict=True)]
-        mine = _read(_compat.norms(_compat.values_of(kept)))
+        own_norms = _read(_compat.norms(_compat.values_of(kept)))
         return [
             index
-            for index, (norm, state) in enumerate(zip(mine, states, strict=True))
+            for index, (norm, state) in enumerate(zip(own_norms, states, strict=True))
             if norm is not None and not _same(norm, state.norm, tolerance=1e-6)
         ]
 

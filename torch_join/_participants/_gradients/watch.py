@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._ends: list[Callable[[], None]] = []
+        self._removers: list[Callable[[], None]] = []
         self._nodes: list[Any] = []
         self.is_on = False
 
@@ -49,14 +49,14 @@ class Watch:
             with setting(parameter, requires_grad=True):
                 node = get_gradient_edge(parameter).node
                 hook, end = noticed(parameter, partial(before, place))
-            self._ends += [node.register_prehook(hook).remove, end]
+            self._removers += [node.register_prehook(hook).remove, end]
             self._nodes.append(node)
 
     def end(self) -> None:
         """Stop watching."""
         self.is_on = False
-        while self._ends:
-            self._ends.pop()()
+        while self._removers:
+            self._removers.pop()()
         self._nodes.clear()
 
     @property

@@ -71,7 +71,7 @@ class MetricParticipant(Participant):
         """Redirect a metric's methods to this participant."""
         self.override(metric, "forward", partial(self.forward, metric))
         # A forward also calls `reset`, but then restores the state.
-        self.announce_calls(metric, "reset", _RESET, lambda: position, ours=lambda: not self.forwards)
+        self.announce_calls(metric, "reset", _RESET, lambda: position, repeats=lambda: not self.forwards)
         if not _compat_metrics.parts(metric):
             self.override(metric, "compute", partial(self.compute, metric))
             self.override(metric, _compat_metrics.SYNC_METHOD, partial(self.sync, position, metric))
@@ -208,11 +208,11 @@ def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict
     Every rank calls this. It describes its contribution, if any, and then sends its states as bytes.
     """
     own = own_states(metric) if contributes else {}
-    mine = {
+    form = {
         name: (state.listed, [_Spec(tuple(t.shape), t.dtype, t.device.type) for t in state.tensors])
         for name, state in own.items()
     }
-    schemas: list[_Schema | None] = driver.tail_log.channel.gather(mine if contributes else None, of=_Schema | None)
+    schemas: list[_Schema | None] = driver.tail_log.channel.gather(form if contributes else None, of=_Schema | None)
 
     rows: dict[str, list[Tensor]] = {}
     for kind in sorted({spec.device for schema in schemas for spec in _specs(schema)}):
@@ -234,7 +234,7 @@ def exchange_states(driver: Driver, metric: Any, contributes: bool) -> list[dict
         }
 
     me = driver.members.rank
-    return [own if rank == me else unpack(rank, its) for rank, its in enumerate(schemas) if its is not None]
+    return [own if rank == me else unpack(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
 
 
 def _specs(schema: _Schema | None, device: str | None = None) -> list[_Spec]:

@@ -98,10 +98,10 @@ def state_of(optimizer: Any) -> Any:
     kept = {
         id(p): {
             name: (id(value), _compat.writes(value)) if isinstance(value, Tensor) else value
-            for name, value in its.items()
+            for name, value in state.items()
         }
-        for p, its in optimizer.state.items()
-        if its  # reading a missing state creates it
+        for p, state in optimizer.state.items()
+        if state  # reading a missing state creates it
     }
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups], kept
 

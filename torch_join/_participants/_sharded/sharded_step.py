@@ -44,15 +44,15 @@ class ShardedStepParticipant(Participant):
                 " ranks do not have. Use an optimizer that runs its closure once."
             )
         owned = {id(p): model for model in models for unit in model.units for p in unit.registered}
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        other = [p for p in mine if p.requires_grad and id(p) not in owned]
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        other = [p for p in stepped if p.requires_grad and id(p) not in owned]
         if other:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} steps parameters of a sharded model and {len(other)} others (the first"
                 f" of shape {tuple(other[0].shape)}). A finished rank steps its own shards, but receives replicated"
                 " parameters only at the end. Use separate optimizers, and pass every model to Join."
             )
-        self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in mine)]
+        self._sharded = [model for model in models if any(owned.get(id(p)) is model for p in stepped)]
         self._scales = False  # whether the current step scales the gradients itself
         self._noted: Any = None  # the optimizer's state, as of the last moment when all ranks had changed theirs alike
 
@@ -94,9 +94,9 @@ class ShardedStepParticipant(Participant):
 
     def _after_step(self, *_: Any) -> None:
         models = [model for model in self._sharded if self.members.announces or not model.at_top]
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if models else set()
         for model in models:
-            model.contents.remember(mine)  # only these: each parameter may have its own optimizer
+            model.contents.remember(own)  # only these: each parameter may have its own optimizer
             if self._scales:  # the step has changed the gradients in place
                 model.remember()
         if models:
@@ -167,7 +167,7 @@ class ShardedScalerParticipant(Participant):
     def enter(self) -> None:
         for kind, name in _CALLS.items():
             self.announce_calls(
-                self._scaler, name, kind, self._of_unscaling, ours=self._steps_shards, after=self._remember
+                self._scaler, name, kind, self._of_unscaling, repeats=self._steps_shards, after=self._remember
             )
         of_update = lambda new_scale=None: None if new_scale is None else float(new_scale)  # noqa: E731
         self.announce_calls(self._scaler, "update", "update", of_update)
@@ -176,10 +176,10 @@ class ShardedScalerParticipant(Participant):
         return not self._scaler.is_enabled() or super().is_quiet()
 
     def _steps_shards(self, optimizer: Any) -> bool:
-        return any(mine is optimizer for mine in self._steppers)
+        return any(each is optimizer for each in self._steppers)
 
     def _of_unscaling(self, optimizer: Any) -> Any:
-        place = next(index for index, mine in enumerate(self._steppers) if mine is optimizer)
+        place = next(index for index, each in enumerate(self._steppers) if each is optimizer)
         return place, float(self._scaler.get_scale()), [model.check() for model in self._sharded]
 
     def _remember(self) -> None:

@@ -174,12 +174,12 @@ class HookDriver(Driver):
         try:
             with telling_failures(self.channel):
                 self._leave_tail()
-                words = [each.closing_message() for each in self.participants] if is_last_joiner else None
-                said = self.channel.gather(words, of=list[Any] | None)
-                self.members.follow_leader(next(rank for rank, theirs in enumerate(said) if theirs is not None))
-                if None in said:
-                    for each, theirs in zip(self.participants, said[self.members.leader] or [], strict=True):
-                        if (end := each.receive_closing(theirs, self.members.leader)) is not None:
+                messages = [each.closing_message() for each in self.participants] if is_last_joiner else None
+                answers = self.channel.gather(messages, of=list[Any] | None)
+                self.members.follow_leader(next(rank for rank, message in enumerate(answers) if message is not None))
+                if None in answers:
+                    for each, message in zip(self.participants, answers[self.members.leader] or [], strict=True):
+                        if (end := each.receive_closing(message, self.members.leader)) is not None:
                             end()
                     states = [joinable.wrapped for joinable in self.joinables if joinable.is_replicated]
                     hand_over(states, self.members.leader, self.channel, self.members.group)
@@ -191,9 +191,9 @@ class HookDriver(Driver):
 
     def _meet(self, active: bool, samples: int = 0) -> None:
         """Find out which ranks are active at this step."""
-        said = self.channel.gather((active, samples), of=tuple[bool, int])
-        self.members.change(tuple(rank for rank, (is_active, _) in enumerate(said) if is_active))
-        self.members.counted, self.members.total = samples, sum(count for _, count in said)
+        answers = self.channel.gather((active, samples), of=tuple[bool, int])
+        self.members.change(tuple(rank for rank, (is_active, _) in enumerate(answers) if is_active))
+        self.members.counted, self.members.total = samples, sum(count for _, count in answers)
         self._undone = set(range(len(self.participants)))
 
     def _refuse(self, index: int, kind: str) -> JoinError:

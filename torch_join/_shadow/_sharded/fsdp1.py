@@ -116,8 +116,8 @@ class FlatParamUnit:
                 and fsdp._sync_gradients
                 and handle.flat_param.requires_grad
             )
-            tells = free and self._others_differ and self._is_whole and not reduces
-            with observer.around(index, "reshard", SHARD) if tells else nullcontext():
+            announces = free and self._others_differ and self._is_whole and not reduces
+            with observer.around(index, "reshard", SHARD) if announces else nullcontext():
                 reshard(free)
             if free:
                 self._others_differ = False
@@ -135,10 +135,10 @@ class FlatParamUnit:
                 return run()
 
         methods = {"_all_gather_flat_param": gathering, "prepare_gradient_for_backward": beginning}
-        ends = ExitStack()
-        ends.callback(replace(handle, reshard=resharding, **methods))
-        ends.callback(_compat.announce_reductions(handle, reducing))
-        return ends.close
+        cleanup = ExitStack()
+        cleanup.callback(replace(handle, reshard=resharding, **methods))
+        cleanup.callback(_compat.announce_reductions(handle, reducing))
+        return cleanup.close
 
     def scale(self, factor: Callable[[], float], weigh: Weigh = weighted) -> Callable[[], None]:
         flat = self._handle.flat_param

@@ -54,9 +54,9 @@ class AnnouncedGroup:
         self._own = SimpleNamespace(**{name: getattr(group, name) for name in _REPLACED})
         self._open = ExitStack()  # around the current gather
         self._reduces = False
-        self.look()
+        self.record()
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record the unit's state, which joined ranks share."""
         self.others_differ, self.target = not self._group.is_sharded, _state(self._group)
 
@@ -128,11 +128,11 @@ class AnnouncedGroup:
 
     def finalize_backward(self) -> None:
         """Drop the parameters prefetched for a module that did not run; joined ranks hold them too."""
-        tells = self.others_differ and _is_pending(self._group)
-        with self._observer.around(self._index, "reshard", _state(self._group)) if tells else nullcontext():
+        announces = self.others_differ and _is_pending(self._group)
+        with self._observer.around(self._index, "reshard", _state(self._group)) if announces else nullcontext():
             self._own.finalize_backward()
-        if tells:
-            self.look()
+        if announces:
+            self.record()
 
     def _record_post_forward(self) -> None:
         """Record that the unit's forward has run: the next backward prefetches in the order of the forwards.
@@ -231,7 +231,7 @@ class ParamGroupUnit:
         if (order := getattr(self._group.comm_ctx, "post_forward_order", None)) is not None:  # set by the first forward
             order.clear()
         if self._announced is not None:
-            self._announced.look()
+            self._announced.record()
 
     def _drop_pending(self) -> None:
         if _is_pending(self._group):
@@ -253,17 +253,17 @@ class ParamGroupUnit:
                 if whole is not None and whole.requires_grad and id(p) not in known:
                     known.add(id(p))
                     changes, end = noticed(whole, partial(scaled, factor, weigh), lambda: factor() != 1.0)
-                    ends.callback(whole.register_hook(changes).remove)
-                    ends.callback(end)
+                    cleanup.callback(whole.register_hook(changes).remove)
+                    cleanup.callback(end)
 
         def waiting() -> None:
             wait()
             hook()
 
-        ends = ExitStack()
-        ends.callback(replace(group, wait_for_unshard=waiting))
+        cleanup = ExitStack()
+        cleanup.callback(replace(group, wait_for_unshard=waiting))
         hook()
-        return ends.close
+        return cleanup.close
 
     # ------------------------------------------------------------ on a joined rank
 

@@ -138,10 +138,10 @@ class Unit(Protocol):
         """Free, on a joined rank, the whole parameters; `after` is the state that this leads to."""
 
 
-def out_of_step(name: str, mine: str, theirs: str) -> JoinError:
+def out_of_step(name: str, own: str, active: str) -> JoinError:
     """Return the error of a joined rank whose unit is in another state than on the active ranks."""
     return JoinError(
-        f"The parameters of {name or 'the root module'} are {mine} on this finished rank but {theirs} on the active"
+        f"The parameters of {name or 'the root module'} are {own} on this finished rank but {active} on the active"
         " ranks. If your code gathers or reshards them on one rank (a forward, unshard(), summon_full_params()), do it"
         " on all ranks, before the loop. With reshard_after_forward=<int>, request the next batch after the backward."
     )
