@@ -94,8 +94,8 @@ class ActiveOperations(Participant):
         self.before_gather("accelerator.gather_object")
         self.announce("gather_object", self.for_metrics)
         with self.tail_log.own_collectives():
-            everyone = self._gather_object(data)
-        return [item for rank in self.active for item in everyone[rank]]
+            lists = self._gather_object(data)
+        return [item for rank in self.active for item in lists[rank]]
 
     def broadcast(self, own: Callable[..., Any], data: Any, src: int = _MAIN) -> Any:
         """Broadcast from rank `src`, or from the lowest active rank if `src` has joined."""
@@ -140,21 +140,21 @@ class ActiveOperations(Participant):
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
-        mine = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
+        own = crc32(" ".join(kinds).encode()), [len(tensor) for tensor in tensors]
         # Exchanged over the channel, so that no rank waits for its device.
-        everyone = self.tail_log.channel.gather(mine, of=tuple[int, list[int]])
-        if any(kinds_there != mine[0] for kinds_there, _ in everyone):
+        answers = self.tail_log.channel.gather(own, of=tuple[int, list[int]])
+        if any(kinds_there != own[0] for kinds_there, _ in answers):
             raise JoinError(
                 f"The tensors to gather differ between ranks in more than the number of rows: rank {self.members.rank}"
                 f" has {', '.join(kinds)}. Call pad_across_processes on the other dimensions first."
             )
-        rows = [counts for _, counts in everyone]
+        rows = [counts for _, counts in answers]
         return [
             join_rows(tensor, each, lambda padded: _compat.gather(padded).unflatten(0, (len(rows), -1)))
             for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True)
         ]
 
     def _gather_object(self, data: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.members.world_size
-        dist.all_gather_object(everyone, data)
-        return everyone
+        lists: list[Any] = [None] * self.members.world_size
+        dist.all_gather_object(lists, data)
+        return lists

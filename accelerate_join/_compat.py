@@ -133,23 +133,23 @@ def batches_replaced(loader: Any, batches: Callable[[], Iterator[Any]]) -> Abstr
 
 
 @contextmanager
-def operations_replaced(ours: Any) -> Iterator[None]:
+def operations_replaced(own: Any) -> Iterator[None]:
     """Replace the implementations of Accelerate's operations, also for code that has already imported them.
 
     Args:
-        ours: Has methods `gather`, `gather_object`, `broadcast` and `reduce`. The last two get Accelerate's own
+        own: Has methods `gather`, `gather_object`, `broadcast` and `reduce`. The last two get Accelerate's own
             function as their first argument.
     """
     # `reduce` has no private implementation, so the function that its decorator wraps is replaced.
     names = operations.reduce.__code__.co_freevars
     cell = operations.reduce.__closure__[names.index("function")]
     with (
-        setting(cell, cell_contents=partial(ours.reduce, cell.cell_contents)),
+        setting(cell, cell_contents=partial(own.reduce, cell.cell_contents)),
         setting(
             operations,
-            _gpu_gather=ours.gather,
-            _gpu_gather_object=ours.gather_object,
-            _gpu_broadcast=partial(ours.broadcast, operations._gpu_broadcast),
+            _gpu_gather=own.gather,
+            _gpu_gather_object=own.gather_object,
+            _gpu_broadcast=partial(own.broadcast, operations._gpu_broadcast),
         ),
     ):
         yield

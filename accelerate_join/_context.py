@@ -227,7 +227,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Call Accelerate's method, and save each process's position in its loaders."""
-        with _positions.saved(self):
+        with _positions.saving_places(self):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +237,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             JoinError: The checkpoint lacks the position of some process.
             UnsupportedError: Another number of processes wrote the checkpoint in the middle of an epoch.
         """
-        with _positions.loaded(self, kwargs.get("load_kwargs")):
+        with _positions.loading_places(self, kwargs.get("load_kwargs")):
             super().load_state(*args, **kwargs)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,8 +354,8 @@ class _Join(Join):
             yield from own_iter(loader)
         else:
             iteration, options = getattr(loader, "iteration", 0), self._driver.options
-            begun = _positions.going_through(self._accelerator, loader, options.rebalance)
-            with begun as (own, is_at_end, loop):
+            running = _positions.recording_loop(self._accelerator, loader, options.rebalance)
+            with running as (own, is_at_end, loop):
                 reader_of = partial(PreparedReader, partial(loop.iterate, own_iter), self._driver.counts, is_at_end)
                 for batch in self._driver.go_through(own, reader_of):
                     loop.reader = loop.reader or self._driver.reader

@@ -160,7 +160,7 @@ class Operations(ActiveOperations):
         """Call a method on all ranks, if it needs all shards of a model."""
         if not (holds_parts(model) and self.tail_log.meet()):
             return self._call(name, (model, *args), kwargs)
-        place = next((place for place, mine in enumerate(_compat.models(self._accelerator)) if mine is model), None)
+        place = next((place for place, each in enumerate(_compat.models(self._accelerator)) if each is model), None)
         if place is None:
             raise JoinError(
                 f"{name} was called with a sharded {type(model).__name__} that accelerator.prepare did not return, so"
@@ -197,7 +197,7 @@ class Operations(ActiveOperations):
         if name not in _CALLED:
             raise JoinError(f"A finished rank received a call to {name[:60]!r}, which active ranks never announce.")
         loads = name == "load_state"
-        with _positions.loaded(self._accelerator, kwargs.get("load_kwargs")) if loads else nullcontext():
+        with _positions.loading_places(self._accelerator, kwargs.get("load_kwargs")) if loads else nullcontext():
             return getattr(self._type, name)(self._accelerator, *args, **kwargs)
 
     def _save(
@@ -220,7 +220,7 @@ class Operations(ActiveOperations):
         placeholders = self.driver.placeholders
         goes_on = not (members.serves or (placeholders is not None and placeholders.losses.joined))
         leads = goes_on and members.rank == self.active[0]
-        with _positions.saved(self._accelerator, when, last, leads, goes_on):
+        with _positions.saving_places(self._accelerator, when, last, leads, goes_on):
             return self._call("save_state", args, kwargs)
 
 

@@ -42,7 +42,7 @@ When = tuple[list[int], int]
 
 
 @dataclass
-class _Begun:
+class _Loop:
     """A loop over a loader: its epoch and order, whether it has ended, and whether this process got a batch."""
 
     iteration: int
@@ -64,14 +64,14 @@ class _Begun:
         return own_iter(loader) if self.deals else self.order.go_through(own_iter(loader))
 
 
-_begun: WeakKeyDictionary[Any, _Begun] = WeakKeyDictionary()
+_loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
 _loaded: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # where the next loop resumes
 
 
 @contextmanager
-def going_through(
+def recording_loop(
     accelerator: accelerate.Accelerator, loader: PreparedLoader, gives: bool
-) -> Iterator[tuple[PreparedLoader, bool, _Begun]]:
+) -> Iterator[tuple[PreparedLoader, bool, _Loop]]:
     """Wrap a loop over `loader`: record its position, and restore the order of a checkpoint from mid-loop.
 
     Args:
@@ -110,7 +110,7 @@ def going_through(
         is_at_end = True  # the epoch to skip into has ended: it yields no batch, and its order is not drawn again
     elif resumed and _is_stateful(loader):
         before = place["taken"]
-    loop = _begun[known] = _Begun(getattr(known, "iteration", 0), order, before, deals, gives)
+    loop = _loops[known] = _Loop(getattr(known, "iteration", 0), order, before, deals, gives)
     try:
         yield loader, is_at_end, loop
     finally:
@@ -156,7 +156,7 @@ def refuse_unsaved(accelerator: accelerate.Accelerator, loader: PreparedLoader |
 
 
 @contextmanager
-def saved(
+def saving_places(
     accelerator: accelerate.Accelerator,
     when: When | None = None,
     loader: PreparedLoader | None = None,
@@ -183,7 +183,7 @@ def saved(
         "world_size": accelerator.num_processes,
         "places": [_place_of(each, each is last) for each in loaders],
         # For loops outside the context, if this rank's folder does not contain Accelerate's file.
-        "states": [_state_of(each) if _begun.get(each) is None else None for each in loaders],
+        "states": [_state_of(each) if _loops.get(each) is None else None for each in loaders],
     }
     leads = leads if when is not None else accelerator.is_main_process
     on_node = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
@@ -201,7 +201,7 @@ def saved(
 
 
 @contextmanager
-def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
+def loading_places(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
     """Wrap `load_state` on all processes: each restores its positions at the end.
 
     Raises:
@@ -211,13 +211,13 @@ def loaded(accelerator: accelerate.Accelerator, load_kwargs: dict[str, Any] | No
     folders: list[str] = []
     with accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder)):
         yield
-    everyone = read_all(folders[-1], accelerator, load_kwargs)
-    mine = everyone[accelerator.process_index] if accelerator.process_index < len(everyone) else None
-    for index, state in enumerate((mine or {}).get("states", ())):
+    records = read_all(folders[-1], accelerator, load_kwargs)
+    own = records[accelerator.process_index] if accelerator.process_index < len(records) else None
+    for index, state in enumerate((own or {}).get("states", ())):
         if state is not None and not Path(folders[-1], _compat.state_file(index)).exists():
             _compat.loaders(accelerator)[index].load_state_dict(state)
-    if any(everyone):
-        _take(accelerator, everyone)
+    if any(records):
+        _take(accelerator, records)
 
 
 def read_all(
@@ -233,15 +233,15 @@ def read_all(
         file = _file(folder, rank)
         return load_file(file, map_location="cpu", **(load_kwargs or {})) if file.exists() else None
 
-    everyone = gather_objects(read(rank), what, None)
-    newest = next((record for record in everyone if record is not None), None)  # each save includes the main process
+    records = gather_objects(read(rank), what, None)
+    newest = next((record for record in records if record is not None), None)  # each save includes the main process
     if newest is None:
-        return everyone
+        return records
     if (writers := newest["world_size"]) != world:  # each process reads some of the files
         found = gather_objects({other: read(other) for other in range(rank, writers, world)}, what, None)
-        everyone = [found[writer % world][writer] for writer in range(writers)]
+        records = [found[writer % world][writer] for writer in range(writers)]
     same = ("world_size", "when", "version")
-    return [each if each and all(each.get(n) == newest.get(n) for n in same) else None for each in everyone]
+    return [each if each and all(each.get(n) == newest.get(n) for n in same) else None for each in records]
 
 
 def write(folder: str, rank: int, record: dict[str, Any]) -> None:
@@ -249,9 +249,9 @@ def write(folder: str, rank: int, record: dict[str, Any]) -> None:
     torch.save({"version": _VERSION, **record}, _file(folder, rank))
 
 
-def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
-    newest = next(record for record in everyone if record is not None)
-    places = [None if record is None else record["places"] for record in everyone]
+def _take(accelerator: accelerate.Accelerator, records: Sequence[Any]) -> None:
+    newest = next(record for record in records if record is not None)
+    places = [None if record is None else record["places"] for record in records]
     if "version" not in newest:  # the format of 0.2.0, which the next release will not read
         places = [each and [place and {**NO_MORE, "taken": None, **place} for place in each] for each in places]
     loaders = _compat.loaders(accelerator)
@@ -270,8 +270,8 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             )
         by_loader = [*zip(*(each or newest["places"] for each in places), strict=True)]
         lacks = None in places
-        mine = [dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
-        places = [mine] * accelerator.num_processes
+        chosen = [dealt_among(each, loader, lacks) for each, loader in zip(by_loader, loaders, strict=True)]
+        places = [chosen] * accelerator.num_processes
     lacking = [rank for rank, each in enumerate(places) if each is None]
     own = [not deals_out(loader) for loader in loaders]
     if lacking and any(
@@ -282,14 +282,14 @@ def _take(accelerator: accelerate.Accelerator, everyone: Sequence[Any]) -> None:
             f"The checkpoint has no loader position for rank {', '.join(map(str, lacking))}, because only the main"
             " process called save_state. Call save_state on all processes."
         )
-    mine = places[accelerator.process_index]
-    if mine is None:  # if Accelerate shards, all processes with batches left have the same position
+    chosen = places[accelerator.process_index]
+    if chosen is None:  # if Accelerate shards, all processes with batches left have the same position
         known = [each for each in places if each is not None]
-        mine = next((each for each in known if not any(place and place["has_no_rest"] for place in each)), known[0])
-        mine = [
-            place and {**place, "order": None} if is_own else place for is_own, place in zip(own, mine, strict=True)
+        chosen = next((each for each in known if not any(place and place["has_no_rest"] for place in each)), known[0])
+        chosen = [
+            place and {**place, "order": None} if is_own else place for is_own, place in zip(own, chosen, strict=True)
         ]
-    for loader, place in zip(loaders, mine, strict=True):
+    for loader, place in zip(loaders, chosen, strict=True):
         if place is not None:
             _go_to(loader, place)
 
@@ -306,8 +306,8 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
         UnsupportedError: The remaining samples cannot be determined.
     """
     known = [place for place in places if place is not None]
-    amid = [place for place in known if place["amid"]]
-    if not amid:
+    unfinished = [place for place in known if place["amid"]]
+    if not unfinished:
         return {**known[0], "state": None, "is_new": True} if known else None
     why = ""
     if any(place["dealt"] is None for place in known) or dealer_of(loader) is None:
@@ -315,14 +315,14 @@ def dealt_among(places: Sequence[dict[str, Any] | None], loader: PreparedLoader,
             "The remaining samples are known only if Accelerate (not with a stream, split_batches, dispatch_batches"
             " or use_stateful_dataloader) or a sampler with `rank` and `num_replicas` distributes the data"
         )
-    elif lacks and (any(place["gives"] for place in amid) or not deals_out(loader)):
+    elif lacks and (any(place["gives"] for place in unfinished) or not deals_out(loader)):
         why = "With rebalance=True or a custom sampler, all processes must have called save_state"
     if why:
         raise UnsupportedError(
             f"The checkpoint was written in the middle of an epoch by {len(places)} processes, and this job has a"
             f" different number. {why}. Resume with {len(places)} processes, or from the end of an epoch."
         )
-    first = next((place for place in amid if not place["has_no_rest"]), amid[0])
+    first = next((place for place in unfinished if not place["has_no_rest"]), unfinished[0])
     deal = {"world": len(places), "taken": [place["taken"] for place in known], "batch": first["dealt"]}
     return {**first, "state": None, "taken": 0, "deals": [*first["deals"], deal], "is_new": True}
 
@@ -339,24 +339,24 @@ def rest_of(
 
 def _place_of(loader: PreparedLoader, is_last: bool) -> dict[str, Any] | None:
     """Return this process's position in `loader`; `None` if it has not looped over it in the context."""
-    begun = _begun.get(loader)
-    if begun is None:
+    loop = _loops.get(loader)
+    if loop is None:
         return None
     iteration = getattr(loader, "iteration", 0)
-    is_in_it = iteration == begun.iteration  # Accelerate does not count an epoch that was resumed
-    amid = is_in_it and not is_last and not begun.is_over
-    dealer, taken = dealer_of(loader), begun.taken if amid else 0
-    has_no_rest = amid and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not begun.has_batch)
+    is_in_it = iteration == loop.iteration  # Accelerate does not count an epoch that was resumed
+    mid_epoch = is_in_it and not is_last and not loop.is_over
+    dealer, taken = dealer_of(loader), loop.taken if mid_epoch else 0
+    has_no_rest = mid_epoch and _is_stateful(loader) and (bool(loader.end_of_dataloader) or not loop.has_batch)
     return {
-        "iteration": iteration + (is_in_it and not amid),
-        "order": begun.order.place(not amid or has_no_rest),
+        "iteration": iteration + (is_in_it and not mid_epoch),
+        "order": loop.order.place(not mid_epoch or has_no_rest),
         "state": _state_of(loader),
-        "amid": amid,
+        "amid": mid_epoch,
         "has_no_rest": has_no_rest,
         "taken": taken,
-        "deals": begun.deals,
+        "deals": loop.deals,
         "dealt": None if dealer is None or taken is None else dealer.batch,
-        "gives": begun.gives,
+        "gives": loop.gives,
     }
 
 

@@ -230,8 +230,8 @@ class Joining(JoiningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         # With a `JoinCallback`, the user's strategy is a plain one, so Lightning's advice is right.
-        for plain, ours in self._remedies.items() if self.undo is None else ():
-            exception.args = tuple(arg.replace(plain, ours) if isinstance(arg, str) else arg for arg in exception.args)
+        for plain, own in self._remedies.items() if self.undo is None else ():
+            exception.args = tuple(arg.replace(plain, own) if isinstance(arg, str) else arg for arg in exception.args)
         self.channel.fail(exception)
 
     def teardown(self) -> None:
@@ -290,12 +290,12 @@ class Joining(JoiningStrategy):
         """The channel on which the ranks can meet; `None` outside of a run."""
         return self.channel if self.driver is not None else None
 
-    def check_backward(self, everyone: bool) -> None:
-        if everyone and self.join is not None and self.join.follows_backward:
+    def check_backward(self, over_all: bool) -> None:
+        if over_all and self.join is not None and self.join.follows_backward:
             self.join.note_gather()
         elif self.find_step_ranks() is not None:
             raise UnsupportedError(
-                f"all_gather(sync_grads=True) was called in {'manual optimization' if everyone else 'another group'}."
+                f"all_gather(sync_grads=True) was called in {'manual optimization' if over_all else 'another group'}."
                 " While some rank has finished, it needs automatic optimization and the group of all ranks. Gather"
                 " detached tensors (sync_grads=False)."
             )

@@ -47,8 +47,8 @@ class ActiveCollectives:
         """The channel over which the ranks can meet; `None` outside of a run."""
         raise NotImplementedError
 
-    def check_backward(self, everyone: bool) -> None:
-        """Record that gradients flow through a gather, over all ranks (`everyone`) or over some.
+    def check_backward(self, over_all: bool) -> None:
+        """Record that gradients flow through a gather, over all ranks (`over_all`) or over some.
 
         Raises:
             UnsupportedError: Joined ranks cannot follow it.
@@ -61,13 +61,13 @@ class ActiveCollectives:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         ranks = self.find_step_ranks()
-        everyone = group is None or group == dist.group.WORLD
+        over_all = group is None or group == dist.group.WORLD
         # A forward that activation checkpointing repeats in backward has been checked before.
-        if everyone and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
+        if over_all and tensor.dim() > 0 and not self.gathers_alike and not in_backward():
             self._check_shapes(self._shapes_of_all(tensor))
         with_backward = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
         if with_backward:
-            self.check_backward(everyone)
+            self.check_backward(over_all)
         # Detached, because a result without a backward must not require gradients.
         gathered: Tensor = super().all_gather(tensor if with_backward else tensor.detach(), group, sync_grads)  # type: ignore[misc]
         return gathered if ranks is None else gathered[active_places(ranks, group)]
@@ -97,21 +97,21 @@ class ActiveCollectives:
 
     def _shapes_of_all(self, tensor: Tensor) -> dict[int, list[int]]:
         """Exchange the shapes of the tensors to gather, because gloo ends the process if one does not fit."""
-        mine, ranks = [*tensor.shape], self.find_step_ranks()
+        shape, ranks = [*tensor.shape], self.find_step_ranks()
         if not self.options.enable or self.world_size == 1 or not dist.is_initialized():
-            return {0: mine}
+            return {0: shape}
         if (channel := self.meets_over) is not None:
             among = None if ranks is None or self.all_call else (f"shapes/{channel.records}", ranks)
-            found = channel.gather(mine, of=list[int], among=among)
+            found = channel.gather(shape, of=list[int], among=among)
             return dict(zip(range(len(found)) if among is None else sorted(among[1]), found, strict=True))
-        return dict(enumerate(gather_objects(mine, "A shape", None)))
+        return dict(enumerate(gather_objects(shape, "A shape", None)))
 
     def _check_shapes(self, shapes: dict[int, list[int]]) -> None:
         if all(shape == next(iter(shapes.values())) for shape in shapes.values()):
             return
-        said = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
+        shown = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in shapes.items())
         raise UnsupportedError(
-            f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {said}. If only the"
+            f"`all_gather` needs tensors of the same shape, but the shapes differ between ranks: {shown}. If only the"
             " number of rows differs, call `self.trainer.strategy.gather_rows(tensor)` or"
             " `fabric.strategy.gather_rows(tensor)`, which returns the rows of all ranks in one tensor."
         )

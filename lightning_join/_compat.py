@@ -156,7 +156,7 @@ def watch_ends(loader: CombinedLoader, act: Callable[[list[Any]], None]) -> list
     """
     iterator: Any = loader._iterator
     parts = zip(iterator.iterators, loader.flattened, strict=True)
-    iterator.iterators = [Watched(its, partial(act, [part])) for its, part in parts]
+    iterator.iterators = [Watched(inner, partial(act, [part])) for inner, part in parts]
     return [*iterator.iterators]
 
 

@@ -122,10 +122,10 @@ class JoinMonitor(Callback):
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         rebalancing = rebalancing_of(trainer)
         exchanged = (*rebalancing.exchanged, rebalancing.nbytes) if rebalancing else (0, 0, 0)
-        mine = replace(self._stopwatch.stop(*exchanged), joined_at=self._joined_at, reading_seconds=None)
+        own = replace(self._stopwatch.stop(*exchanged), joined_at=self._joined_at, reading_seconds=None)
         channel = cast(Channel, getattr(trainer.strategy, "channel", None) or Channel())
         weighting = trainer.strategy.options.weighting if isinstance(trainer.strategy, Joining) else "world"
-        record = self._monitor.add_loop(mine, channel, True, rebalancing is not None, weighting, trainer.current_epoch)
+        record = self._monitor.add_loop(own, channel, True, rebalancing is not None, weighting, trainer.current_epoch)
         if record is None:
             return
         rank_zero_info(f"JoinMonitor: {record}")

@@ -67,8 +67,8 @@ class Evaluation:
             outputs, self._divides = (outputs[0].mean(), *outputs[1:]), False
         if len(active) < self._world_size:
             if self._kinds is None:
-                mine = (recursively_apply(_without_rows, outputs), self._divides) if rank == active[0] else None
-                self._kinds, self._divides = broadcast(mine, active[0], self._device)
+                kinds = (recursively_apply(_without_rows, outputs), self._divides) if rank == active[0] else None
+                self._kinds, self._divides = broadcast(kinds, active[0], self._device)
             if joined:
                 outputs = recursively_apply(lambda tensor: tensor.to(self._device), self._kinds)
         loss, logits, labels = outputs
@@ -100,15 +100,15 @@ def in_one_order(channel: Channel, datasets: dict[str, Any]) -> dict[str, Any]:
     Raises:
         JoinValueError: The names differ between ranks.
     """
-    everyone = channel.gather([*map(str, datasets)], of=list[str])
-    if any({*names} != {*everyone[0]} for names in everyone):
-        by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(everyone))
+    all_names = channel.gather([*map(str, datasets)], of=list[str])
+    if any({*names} != {*all_names[0]} for names in all_names):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(sorted(names))}" for rank, names in enumerate(all_names))
         raise JoinValueError(
             f"The names of the evaluation datasets differ between ranks ({by_rank}), but all ranks evaluate each"
             " dataset together. Use the same names on all ranks, with an empty dataset on a rank without samples."
         )
     by_name = {str(name): (name, dataset) for name, dataset in datasets.items()}
-    return dict(by_name[name] for name in everyone[0])
+    return dict(by_name[name] for name in all_names[0])
 
 
 def by_rank(outputs: Any, rows: Sequence[Sequence[int]]) -> Any:

@@ -215,8 +215,8 @@ class JoinTrainerMixin:
         step = super().training_step  # type: ignore[misc]
         if self._join_run is not None or not callable(self.weighting) or num_items_in_batch is not None:
             return step(model, inputs, num_items_in_batch, **kwargs)
-        mine = next(float(count) for batch, count in self._counts if batch is inputs)
-        factor = self.current_gradient_accumulation_steps * factor_of_count(1, mine, self._counted_alone)
+        own_count = next(float(count) for batch, count in self._counts if batch is inputs)
+        factor = self.current_gradient_accumulation_steps * factor_of_count(1, own_count, self._counted_alone)
         backward = self.accelerator.backward
         with setting(self.accelerator, backward=lambda loss, **more: backward(loss * factor, **more)):
             return step(model, inputs, num_items_in_batch, **kwargs) * factor
@@ -234,7 +234,7 @@ class JoinTrainerMixin:
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         run = self._join_run if isinstance(dataloader, EvenedLoader) else None
         if run is not None:
-            run.tell_lengths(dataloader)
+            run.exchange_lengths(dataloader)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         folder = None if args.ignore_data_skip else self._resumes_from
         if run is None or folder is None:
@@ -381,10 +381,10 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
     if not _compat.looks_at_samples(trainer):
         return
     # Otherwise one rank would raise, and the others would wait for it until the timeout of their group.
-    mine = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]
-    everyone: list[Any] = [None] * arguments.world_size
-    dist.all_gather_object(everyone, mine)
-    lacking = [f"{' and '.join(names)} of rank {rank}" for rank, names in enumerate(everyone) if names]
+    own_empty = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]
+    all_empty: list[Any] = [None] * arguments.world_size
+    dist.all_gather_object(all_empty, own_empty)
+    lacking = [f"{' and '.join(names)} of rank {rank}" for rank, names in enumerate(all_empty) if names]
     if lacking:
         raise UnsupportedError(
             f"{type(trainer).__name__} reads the first sample of each dataset when it is created, but"

@@ -71,8 +71,8 @@ class JoinMonitor(TrainerCallback):
                 )
             return
         channel, log, rebalancing, weighting = self.watched
-        mine = replace(self.stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
-        record = self._monitor.add_loop(mine, channel, True, rebalancing.enabled, weighting)
+        own = replace(self.stopwatch.stop(*rebalancing.exchanged, rebalancing.nbytes), reading_seconds=None)
+        record = self._monitor.add_loop(own, channel, True, rebalancing.enabled, weighting)
         if record is None:
             return
         if state.is_world_process_zero:

@@ -146,12 +146,12 @@ class Position:
 
     def _load(self, folder: str, loader: DataLoaderShard) -> bool:
         """Load the position in a checkpoint; all ranks call this. Return whether there is one."""
-        everyone = read_all(folder, self._accelerator)
-        newest = next((record for record in everyone if record is not None), None)
+        records = read_all(folder, self._accelerator)
+        newest = next((record for record in records if record is not None), None)
         if newest is None:
             _compat.refuse_to_resize(folder, self._accelerator.num_processes)
             return False
-        places = [None if record is None else _place_in(record) for record in everyone]
+        places = [None if record is None else _place_in(record) for record in records]
         rank, world = self._accelerator.process_index, len(places)
         place = places[rank] if rank < world else None
         if None in places and any(each is not None and each["deals"] for each in places):
@@ -181,6 +181,6 @@ def _place_in(record: dict[str, Any]) -> dict[str, Any]:
     if "version" in record:
         return record["places"][0]  # type: ignore[no-any-return]
     # The format of 0.2.0, which the next release will not read.
-    amid = bool(record["taken"]) or not record["order"]["ended"]
-    known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": amid}
+    mid_epoch = bool(record["taken"]) or not record["order"]["ended"]
+    known = {"iteration": record["passes"], "steps": record["taken"], "taken": record["taken"], "amid": mid_epoch}
     return {**NO_MORE, **known, "order": record["order"], "epoch": None, "is_resized": False}

@@ -117,7 +117,7 @@ class Run:
             stack.enter_context(self._operations.replacing())
             stack.enter_context(shards_checked())
             stack.enter_context(_compat.skipping(_skip))
-            for owner, name, ours in (
+            for owner, name, method in (
                 (trainer, "training_step", self._training_step),
                 (trainer, "prediction_step", self._prediction_step),
                 (trainer, "compute_loss", self._compute_loss),
@@ -128,7 +128,7 @@ class Run:
                 (trainer.callback_handler, "on_epoch_end", self._on_epoch_end),
                 (trainer.callback_handler, "on_log", self._on_log),
             ):
-                stack.enter_context(setting(owner, **{name: partial(ours, getattr(owner, name))}))
+                stack.enter_context(setting(owner, **{name: partial(method, getattr(owner, name))}))
             stack.enter_context(setting(trainer, _join_run=self))
             with telling_failures(self.channel):
                 yield
@@ -139,11 +139,11 @@ class Run:
                 self.driver.rebalancing.close()
                 self.channel.close(meets=True)
 
-    def tell_lengths(self, loader: EvenedLoader) -> None:
+    def exchange_lengths(self, loader: EvenedLoader) -> None:
         """Exchange the lengths of all ranks' loaders; all ranks call this."""
-        mine = loader.length, loader.own_examples, bool(self._monitors)
-        everyone = self.channel.gather(mine, of=tuple[int | None, int | None, bool])
-        loader.lengths, loader.all_examples, monitored = zip(*everyone, strict=True)
+        message = loader.length, loader.own_examples, bool(self._monitors)
+        answers = self.channel.gather(message, of=tuple[int | None, int | None, bool])
+        loader.lengths, loader.all_examples, monitored = zip(*answers, strict=True)
         check_monitored(monitored)
         dealt = loader.all_examples if deals_out(loader.loader) else [None]
         if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
@@ -181,20 +181,20 @@ class Run:
     def _on_log(self, own: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
         """Log; in the tail, joined ranks repeat the log, because rank 0, which writes it, may be one of them."""
         if self._factor is not None and self._join is not None and self._join.in_tail:
-            told = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
-            if left_out := [name for name, value in told.items() if not is_closed(value)]:
+            values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
+            if left_out := [name for name, value in values.items() if not is_closed(value)]:
                 JoinWarning.warn(
                     f"{', '.join(left_out)} was dropped from the log of a step for which some ranks had no batch: rank"
                     " 0, which writes the log, may have finished, and gets only numbers, strings, lists and tensors."
                 )
-            self.driver.parting.append({name: value for name, value in told.items() if name not in left_out})
+            self.driver.parting.append({name: value for name, value in values.items() if name not in left_out})
         return own(args, state, control, logs, **kwargs)
 
-    def _log_told(self) -> None:
+    def _repeat_logs(self) -> None:
         """On a joined rank, repeat the logs of the lowest active rank in this step."""
-        trainer, told = self._trainer, self.driver.parting
+        trainer, reported = self._trainer, self.driver.parting
         self.driver.parting = []
-        for logs in told:
+        for logs in reported:
             trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
             trainer.control = trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 
@@ -203,14 +203,14 @@ class Run:
 
         Trainer computes its `train_loss` from each rank's loss in the steps that were not logged.
         """
-        ends, self._epoch_ends = self._epoch_ends, False
-        if ends:
+        epoch_ends, self._epoch_ends = self._epoch_ends, False
+        if epoch_ends:
             dist.all_reduce(loss)
             loss /= self.channel.world_size
 
-    def _begin_training(self, mine: Any) -> Any:
+    def _begin_training(self, beginning: Any) -> Any:
         trainer, join = self._trainer, self._find_join()
-        return join.begin(0, None if mine[0] else 0, 0, mine, [trainer.optimizer], [trainer.lr_scheduler])
+        return join.begin(0, None if beginning[0] else 0, 0, beginning, [trainer.optimizer], [trainer.lr_scheduler])
 
     def _finish_training(self) -> None:
         if self._join is not None:
@@ -314,10 +314,10 @@ class Run:
             loss = own(inputs)
         if join.in_tail:
             self._source = leader = join.active_ranks[0]
-            mine = bool(torch.isfinite(loss)) if trainer.args.logging_nan_inf_filter else True, logs
-            self.driver.has_loss, self.driver.parting = self.channel.gather(mine, of=tuple[bool, list[Any]])[leader]
+            message = bool(torch.isfinite(loss)) if trainer.args.logging_nan_inf_filter else True, logs
+            self.driver.has_loss, self.driver.parting = self.channel.gather(message, of=tuple[bool, list[Any]])[leader]
             if join.joined:
-                self._log_told()
+                self._repeat_logs()
                 return self._loss_of_no_batch()
             self.driver.parting = []
         return shown_loss(loss, shown)
@@ -348,7 +348,7 @@ class Run:
         zero = join.shadow_forward()
         join.backward(partial(trainer.accelerator.backward, zero))
         self.driver.follow(join.active_ranks)
-        self._log_told()
+        self._repeat_logs()
         return self._loss_of_no_batch()
 
     def _loss_of_no_batch(self) -> Tensor:
@@ -414,8 +414,8 @@ class Run:
         names = [name for name in trainer.kept if hasattr(trainer, name)]
         if source is None or not names:
             return
-        mine = {name: getattr(trainer, name) for name in names} if self.channel.rank == source else None
-        for name, value in broadcast(mine, source, trainer.args.device).items():
+        values = {name: getattr(trainer, name) for name in names} if self.channel.rank == source else None
+        for name, value in broadcast(values, source, trainer.args.device).items():
             if self.channel.rank != source:
                 setattr(trainer, name, value)
 
@@ -425,7 +425,7 @@ class Run:
     def evaluation(self, loader: EvenedLoader) -> Iterator[list[list[int]]]:
         """Wrap an evaluation loop on all ranks. At its end the list holds each rank's number of samples per step."""
         trainer, samples = self._trainer, list[list[int]]()
-        self.tell_lengths(loader)
+        self.exchange_lengths(loader)
         self.hand_over_kept()
         if isinstance(self._join, LockstepJoin):
             self._join.sync_buffers()  # the ranks' buffers differ since the last training step

@@ -53,13 +53,13 @@ class Stopping:
         self._held = [False, False]
         wants = tuple(bool(getattr(control, name)) for name in _FLAGS)
         if is_next and channel.posted(f"stop/{step - 1}"):
-            mine = tuple(map(max, wants, self._asked))
-            everyone = channel.gather(mine, of=tuple[bool, bool])
+            own = tuple(map(max, wants, self._asked))
+            answers = channel.gather(own, of=tuple[bool, bool])
             self._asked = (False, False)
-            for flag, said in zip(_FLAGS, zip(*everyone, strict=True), strict=True):
-                setattr(control, flag, any(said))
-            asking = [rank for rank, said in enumerate(everyone) if any(said)]
-            if channel.rank == 0 and 0 < len(asking) < len(everyone):
+            for flag, each in zip(_FLAGS, zip(*answers, strict=True), strict=True):
+                setattr(control, flag, any(each))
+            asking = [rank for rank, each in enumerate(answers) if any(each)]
+            if channel.rank == 0 and 0 < len(asking) < len(answers):
                 JoinWarning.warn(
                     f"All ranks stop at step {step}, although only {name_ranks(asking)} requested it, at this step or"
                     " before. Request the stop on all ranks, based on a shared value."

@@ -58,12 +58,12 @@ class JoinedLoader(Generic[T]):
         self.positions.reader.dealt_samples = sharded_samples(loader)
         return self.positions.reader
 
-    def tell_epoch(self, loader: Any) -> None:
+    def set_epochs(self, loader: Any) -> None:
         """Set the epoch of the loader's samplers: Fabric has set it, but counts epochs from 0 in each process."""
         place = self.positions.place
-        told = [] if place is None else told_epochs(loader, place["begun"])
+        epochs = [] if place is None else told_epochs(loader, place["begun"])
         for sampler in self._samplers(loader):
-            for thing, epoch in told:
+            for thing, epoch in epochs:
                 if thing is sampler and place is not None:
                     self._epochs_before = epoch + place["over"] - sampler.epoch
             if self._epochs_before:

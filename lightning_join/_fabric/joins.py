@@ -279,7 +279,7 @@ class Joins:
             joined.is_within = True
             return iter(loader)  # the loop is over an object that contains it, such as a zip
         own_loops.finish(self)
-        joined.tell_epoch(loader)
+        joined.set_epochs(loader)
         if (driver := self._driver) is None:
             read = partial(self._read, joined)
             return iter(own_loops.Loop(self, loader, self._context, read, True, "fabric.barrier()"))

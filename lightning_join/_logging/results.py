@@ -39,12 +39,12 @@ class JoinResultCollection(ResultCollection):
 
     def _reduce_together(self, until_all: bool) -> None:
         while True:
-            mine = self._next_unreduced()
-            if mine is None and not until_all:
+            own = self._next_unreduced()
+            if own is None and not until_all:
                 return
             # A rank that reads early waits here for the others, which arrive in `reduce_all` at the latest.
-            everyone = self.strategy.channel.gather(mine, of=Logged | None)
-            agreed = next((description for description in everyone if description is not None), None)
+            answers = self.strategy.channel.gather(own, of=Logged | None)
+            agreed = next((description for description in answers if description is not None), None)
             if agreed is None:
                 return
             agreed.item_in(self, self.strategy).compute()
@@ -71,11 +71,11 @@ def check_monitored(trainer: "pl.Trainer", channel: Channel) -> None:
     """
     monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # type: ignore[attr-defined]
     if monitored != {None} and monitored:
-        everyone = channel.gather(
+        by_rank = channel.gather(
             sorted(str(name) for name in monitored if name in trainer.callback_metrics), of=list[str]
         )
-        for name in sorted({name for names in everyone for name in names}):
-            lacking = [rank for rank, names in enumerate(everyone) if name not in names]
+        for name in sorted({name for names in by_rank for name in names}):
+            lacking = [rank for rank, names in enumerate(by_rank) if name not in names]
             if lacking:
                 raise UnsupportedError(
                     f"The monitored value {name!r} is missing on {name_ranks(lacking)}, which did not log it (usually"

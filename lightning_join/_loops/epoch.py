@@ -57,7 +57,7 @@ class JoinEpochLoop(TrainingEpochLoop):
     _made_step = True
     _transfers = False  # the step's batch is transferred next
     _steps_alike = 0  # the number of steps in which all ranks' batches have the same size
-    _is_late = _is_unheard = False  # whether the ranks' messages about the current step are late, and unread
+    _is_late = _is_unread = False  # whether the ranks' messages about the current step are late, and unread
     _asks_to_validate = False  # because another rank does
     _may_leave = False  # `on_train_batch_start` may return -1, for which all ranks meet
     _validation_due = False
@@ -106,7 +106,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         end = data_fetcher.fill()
         requests = self._fit_loop.requests
         self._has_joined = False
-        mine = (data_fetcher.said, self._had_batch, data_fetcher.claimed, end, requests)
+        message = (data_fetcher.reported, self._had_batch, data_fetcher.claimed, end, requests)
         data_fetcher.claimed = None
         self._has_transfer_hooks = has_transfer_hooks(trainer)
         self._has_optimization_hooks = has_optimization_hooks(trainer)
@@ -115,18 +115,18 @@ class JoinEpochLoop(TrainingEpochLoop):
         # Each batch is counted once, on the rank that trains on it.
         count = self._next_count(data_fetcher) if rebalancing_of(trainer) is None else 0
         others = [each.scheduler for each in trainer.lr_scheduler_configs]
-        everyone = join.begin(self.batch_progress.current.ready, end, count, mine, trainer.optimizers, others)
-        self._validation_due = self._asks_to_validate = self._is_unheard = False
-        loaders = [said for said, *_ in everyone]
+        answers = join.begin(self.batch_progress.current.ready, end, count, message, trainer.optimizers, others)
+        self._validation_due = self._asks_to_validate = self._is_unread = False
+        loaders = [each for each, *_ in answers]
         _loaders.check(loaders)
         self._steps_alike = _loaders.steps_alike(loaders, range(len(loaders[0].limits)))
         self._fit_loop.set_lengths(loaders)
-        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(everyone)})
-        for rank, (_, _, claimed, its_end, *_) in enumerate(everyone):
+        self._fit_loop.apply_requests({rank: its_requests for rank, (*_, its_requests) in enumerate(answers)})
+        for rank, (_, _, claimed, its_end, *_) in enumerate(answers):
             if claimed is not None:
                 _loaders.warn_of_missing(rank, claimed, its_end)
         self._rebalance(data_fetcher)
-        lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(everyone) if not had_batch}
+        lack_batch = {rank for rank, (_, had_batch, *_) in enumerate(answers) if not had_batch}
         self._lacks_values = bool(lack_batch.difference(join.active_ranks))
 
     def _rebalance(self, data_fetcher: ReadAheadFetcher) -> None:
@@ -324,7 +324,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             notice["claimed"], notice["end"] = data_fetcher.claimed, data_fetcher.fetched
             data_fetcher.claimed = None  # it is sent once
         self._is_late = not join.arrive(end, self._next_count(data_fetcher), notice or None, waits)
-        self._is_unheard = True
+        self._is_unread = True
         if notice or not self._is_late:
             self._hear_others()
 
@@ -337,9 +337,9 @@ class JoinEpochLoop(TrainingEpochLoop):
     def _hear_others(self) -> None:
         """Read the messages that the ranks sent when they came to this step, unless that was done."""
         self._validation_due = False
-        if not self._is_unheard:
+        if not self._is_unread:
             return
-        self._is_unheard = False
+        self._is_unread = False
         notices = join_of(self.trainer).meet()
         self._validation_due = "validate" in self._fit_loop.apply_requests(notices, not self._is_late)
         self._asks_to_validate = not self._validation_due and any("validate" in each for each in notices.values())
@@ -376,7 +376,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         return not window_ends and super()._should_accumulate()
 
     def _should_check_val_fx(self, data_fetcher: ReadAheadFetcher) -> bool:  # type: ignore[override]
-        if self._is_unheard:
+        if self._is_unread:
             return False  # else the ranks would have read each other's messages
         trainer: Any = self.trainer
         with self._fit_loop.stopping_together():
@@ -385,9 +385,9 @@ class JoinEpochLoop(TrainingEpochLoop):
                 self._validates = self._should_check_val_epoch() and (stops or self._validation_due)
             else:
                 # An interval of 1.0 means the epoch's end, also if the epoch is shorter than its length said.
-                ends = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
+                at_end = self.batch_progress.is_last_batch and trainer.val_check_interval == 1.0
                 self._validates = super()._should_check_val_fx(data_fetcher) or (
-                    ends and self._should_check_val_epoch()
+                    at_end and self._should_check_val_epoch()
                 )
         return self._validates
 
@@ -412,8 +412,8 @@ class JoinEpochLoop(TrainingEpochLoop):
         """
         strategy = strategy_of(self.trainer)
         source = join_of(self.trainer).active_ranks[0]
-        mine = move_data_to_device(batch, "cpu") if self.trainer.global_rank == source else None
-        shared = strategy.broadcast(mine, source)
+        own_batch = move_data_to_device(batch, "cpu") if self.trainer.global_rank == source else None
+        shared = strategy.broadcast(own_batch, source)
         if not self._had_batch:
             self._kept, self._had_batch = (batch := move_data_to_device(shared, strategy.root_device), None), True
         return batch

@@ -38,11 +38,11 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
                 raise SIGTERMException
             return super().run()
 
-    def _look_again(self) -> None:
+    def _measure_again(self) -> None:
         if self._combined_loader is not None and self.trainer.state.fn == TrainerFn.FITTING:
             # There may be more data than before, or less; whether a planned loader is too short is not known yet.
-            mine = self.measure(self._combined_loader.flattened)
-            self._take_lengths(replace(mine, error=None) if any(mine.planned) else mine)
+            own = self.measure(self._combined_loader.flattened)
+            self._take_lengths(replace(own, error=None) if any(own.planned) else own)
 
     def on_run_start(self) -> None:
         super().on_run_start()

@@ -31,10 +31,10 @@ class Rounds:
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._strategy = loop, strategy_of(loop.trainer)
-        loader, everyone, most = loop._combined_loader, loop._everyone, loop.most_batches
+        loader, all_loaders, most = loop._combined_loader, loop._all_loaders, loop.most_batches
         resumed = loop.batch_progress.current.ready > 0  # so that nothing is certain
         self._rank = self._strategy.channel.rank
-        self.is_planned = any(everyone[self._rank].planned)
+        self.is_planned = any(all_loaders[self._rank].planned)
         self.index = 0
         self._steps = 0
         self._ended: frozenset[int] = frozenset()  # the ranks that have ended the round, if numbers are uncertain
@@ -46,15 +46,15 @@ class Rounds:
             self.places = [[place] for place in self.places[0]]
         # By round and by rank: the number of batches, and whether it is certain.
         self._limits: list[list[int | float]] = [
-            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for each in everyone]
+            [min(most, _loaders.total_length(loader, [each.limits[i] for i in places])) for each in all_loaders]
             for places in self.places
         ]
         self._certain = [
-            [not resumed and all(each.certain[i] for i in places) for each in everyone] for places in self.places
+            [not resumed and all(each.certain[i] for i in places) for each in all_loaders] for places in self.places
         ]
-        self._alike = [_loaders.steps_alike(everyone, places) for places in self.places]
+        self._alike = [_loaders.steps_alike(all_loaders, places) for places in self.places]
         # The rounds in which some rank's number of batches may differ from the one that it announces before.
-        planned = [any(each.planned[i] for each in everyone for i in places) for places in self.places]
+        planned = [any(each.planned[i] for each in all_loaders for i in places) for places in self.places]
         self._planned = {index for index, is_planned in enumerate(planned) if is_planned}
 
     @property
@@ -100,8 +100,8 @@ class Rounds:
         if self._steps == 0:
             self._last = None
             if len(active) < self._strategy.world_size:
-                mine = without_rows(batch) if self._placeholder == "rows" and batch is not None else batch
-                self._last = broadcast(mine if self._rank == active[0] else None, active[0], self._strategy.root_device)
+                own = without_rows(batch) if self._placeholder == "rows" and batch is not None else batch
+                self._last = broadcast(own if self._rank == active[0] else None, active[0], self._strategy.root_device)
         self._last = self._last if batch is None else batch
 
     def finish(self, serve: Callable[[tuple[int, ...]], None]) -> None:
@@ -137,10 +137,10 @@ class Rounds:
         self._planned.discard(self.index)
         places, loop = self.places[self.index], self._loop
         loader, most = loop._combined_loader, loop.most_batches
-        mine = loop.measure([loader.flattened[i] for i in places])
-        everyone = _loaders.exchange(self._strategy.channel, mine)
-        self._limits[self.index] = [min(most, _loaders.total_length(loader, each.limits)) for each in everyone]
-        known = dict(zip(places, mine.limits, strict=True))
+        own = loop.measure([loader.flattened[i] for i in places])
+        all_loaders = _loaders.exchange(self._strategy.channel, own)
+        self._limits[self.index] = [min(most, _loaders.total_length(loader, each.limits)) for each in all_loaders]
+        known = dict(zip(places, own.limits, strict=True))
         for place, limit in known.items():
             getattr(loop, loop._limits_name)[place] = limit
         before = enumerate(loader.limits or [])
@@ -150,22 +150,22 @@ class Rounds:
         """Return the ranks that have a batch at this step; all ranks meet if that is uncertain."""
         if all(self._certain[self.index]):
             return tuple(rank for rank, limit in enumerate(self._limits[self.index]) if limit > self._steps)
-        ends = not has_batch and self._rank not in self._ended
-        self._ended |= frozenset(self._strategy.channel.barrier(notice={} if ends else None).notices)
+        has_ended = not has_batch and self._rank not in self._ended
+        self._ended |= frozenset(self._strategy.channel.barrier(notice={} if has_ended else None).notices)
         return tuple(rank for rank in range(self._strategy.world_size) if rank not in self._ended)
 
 
 class InRounds:
     """The common part of Lightning's evaluation and prediction loops, for different numbers of batches per rank."""
 
-    _everyone: Sequence[_loaders.Loaders] = ()
+    _all_loaders: Sequence[_loaders.Loaders] = ()
     _rounds: Rounds
     _limits_name = "_max_batches"  # Lightning's name for the number of batches that are run of each dataloader
 
     @property
     def skip(self) -> bool:
         own = bool(super().skip)  # type: ignore[misc]
-        return own and sum(min(self.most_batches, limit) for each in self._everyone for limit in each.limits) == 0
+        return own and sum(min(self.most_batches, limit) for each in self._all_loaders for limit in each.limits) == 0
 
     @property
     def _step_name(self) -> str:
@@ -186,28 +186,28 @@ class InRounds:
         with _loaders.evened(self):
             super().setup_data()  # type: ignore[misc]
         if getattr(self, self._limits_name) is before:
-            self._look_again()
+            self._measure_again()
         else:
             self._take_lengths(
                 _loaders.check_cycled(self._combined_loader, self.measure(self._combined_loader.flattened))
             )
-            _loaders.warn(self._everyone)
+            _loaders.warn(self._all_loaders)
 
-    def _look_again(self) -> None:
+    def _measure_again(self) -> None:
         """Measure dataloaders that are the same as in the previous run."""
 
     def measure(self: Any, loaders: Sequence[Any]) -> _loaders.Loaders:
         return _loaders.measure(self._stage, loaders, self._limit)
 
-    def _take_lengths(self: Any, mine: _loaders.Loaders) -> None:
-        self._everyone = _loaders.exchange(strategy_of(self.trainer).channel, mine)
-        setattr(self, self._limits_name, list(mine.limits))
+    def _take_lengths(self: Any, own: _loaders.Loaders) -> None:
+        self._all_loaders = _loaders.exchange(strategy_of(self.trainer).channel, own)
+        setattr(self, self._limits_name, list(own.limits))
 
     def reset(self: Any) -> None:
-        mine = self._everyone[self.trainer.global_rank]
+        own = self._all_loaders[self.trainer.global_rank]
         # Used until the dataloaders are iterated: a planned dataloader's reported length is not an upper bound.
         most = self._limit if isinstance(self._limit, int) else float("inf")
-        before = [most if planned else n for n, planned in zip(mine.limits, mine.planned, strict=True)]
+        before = [most if planned else n for n, planned in zip(own.limits, own.planned, strict=True)]
         with setting(self, **{self._limits_name: before}):
             super().reset()  # type: ignore[misc]
         self._rounds = Rounds(self)

@@ -84,9 +84,9 @@ class JoinFitLoop(FitLoop):
         fetcher.rebalances = rebalancing_of(trainer) is not None
         fetcher.setup(loader)
         self._lengths = ()
-        everyone = self._exchange_lengths()
-        _loaders.check(everyone)
-        _loaders.warn(everyone)
+        all_loaders = self._exchange_lengths()
+        _loaders.check(all_loaders)
+        _loaders.warn(all_loaders)
         iter(fetcher)
 
     @property
@@ -105,15 +105,15 @@ class JoinFitLoop(FitLoop):
         They hold until the dataloaders are iterated: a loader that plans its batches anew knows its number only then.
         """
         self.fetcher.limit = self.trainer.limit_train_batches
-        everyone = strategy_of(self.trainer).channel.gather(self.fetcher.measure(), of=_loaders.Loaders)
-        self.is_planned = any(any(each.planned) for each in everyone)
-        self.set_lengths(everyone)
-        return everyone
+        all_loaders = strategy_of(self.trainer).channel.gather(self.fetcher.measure(), of=_loaders.Loaders)
+        self.is_planned = any(any(each.planned) for each in all_loaders)
+        self.set_lengths(all_loaders)
+        return all_loaders
 
-    def set_lengths(self, everyone: Sequence[_loaders.Loaders]) -> None:
+    def set_lengths(self, all_loaders: Sequence[_loaders.Loaders]) -> None:
         """Set the number of steps, and numbers derived from it, by the longest rank, or by all ranks if rebalanced."""
         assert self._combined_loader is not None
-        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in everyone]
+        lengths = [_loaders.total_length(self._combined_loader, each.limits) for each in all_loaders]
         steps = max(lengths)
         if rebalancing_of(self.trainer) is not None and steps != float("inf"):
             steps = steps_of([int(length) for length in lengths])
@@ -159,10 +159,10 @@ class JoinFitLoop(FitLoop):
                 " be time based, `1.0` or an int. An int k specifies checking validation every k training batches."
             )
 
-    def _check_interval(self, everyone: Sequence[_loaders.Loaders]) -> None:
+    def _check_interval(self, all_loaders: Sequence[_loaders.Loaders]) -> None:
         # Checked as in later epochs, and before Lightning does: it does not report which rank's dataloaders have no
         # length, and ignores rebalancing, and that a combined loader may be shorter than its longest parts.
-        self.set_lengths(everyone)
+        self.set_lengths(all_loaders)
         trainer: Any = self.trainer
         interval = trainer.val_check_batch or 0  # none if it is in seconds
         validates = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0

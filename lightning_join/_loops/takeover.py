@@ -31,8 +31,8 @@ CLASSES: dict[type, type] = {
     _compat.PredictionLoop: JoinPredictionLoop,
     _compat.SignalConnector: JoinSignalConnector,
 }
-for its, ours in CLASSES.items():
-    ours.__name__ = its.__name__  # profilers and messages show a loop by this name
+for plain_class, own_class in CLASSES.items():
+    own_class.__name__ = plain_class.__name__  # profilers and messages show a loop by this name
 
 
 def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
@@ -58,12 +58,12 @@ def take_over(trainer: "pl.Trainer", strategy: JoiningStrategy) -> None:
 
 def give_back(trainer: "pl.Trainer") -> None:
     """Give the loops of `trainer` Lightning's classes again; a second call does nothing."""
-    plain = {ours: its for its, ours in CLASSES.items()}
+    plain = {own_class: plain_class for plain_class, own_class in CLASSES.items()}
     for part in (*_parts(trainer), *_results(trainer)):
-        ours, its = type(part), plain.get(type(part), _compat.ResultCollection)
-        if ours in (*plain, JoinResultCollection):
-            part.__class__ = its
-            for cls in set(ours.__mro__).difference(its.__mro__):
+        own_class, plain_class = type(part), plain.get(type(part), _compat.ResultCollection)
+        if own_class in (*plain, JoinResultCollection):
+            part.__class__ = plain_class
+            for cls in set(own_class.__mro__).difference(plain_class.__mro__):
                 data = {name for name, value in vars(cls).items() if not hasattr(value, "__get__")}
                 for name in data.union(vars(cls).get("__annotations__", ())).intersection(vars(part)):
                     delattr(part, name)

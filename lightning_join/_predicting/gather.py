@@ -57,7 +57,7 @@ def gather_in_order(
     loaders: list[Any] = [] if combined is None else combined.flattened
     batches: list[Sequence[Any]] = []
     known: list[Any] = []
-    mine: list[Reading] | JoinError
+    own: list[Reading] | JoinError
     try:
         batches = _by_loader(trainer, predictions, len(loaders))
         if is_copy(trainer.strategy):
@@ -67,14 +67,14 @@ def gather_in_order(
         else:
             known, order = [indices] if len(loaders) == 1 else [*indices], order or "dataset"
         readings = zip(loaders, batches, known, strict=True)
-        mine = [
+        own = [
             describe(loader, place, len(each), found is not None, order)
             for place, (loader, each, found) in enumerate(readings)
         ]
     except JoinError as error:  # raised on all ranks, which wait in `agree`
-        mine = error
+        own = error
     except (TypeError, ValueError) as error:
-        mine = JoinTypeError(
+        own = JoinTypeError(
             "Predictions and indices must be a list with one entry per batch; for several dataloaders, a list of such"
             f" lists ({error})."
         )
@@ -86,7 +86,7 @@ def gather_in_order(
             by_rank=by_rank,
             what="predictions" if len(loaders) == 1 else f"predictions[{place}]",
         )
-        for place, (by_rank, in_order) in enumerate(agree(mine))
+        for place, (by_rank, in_order) in enumerate(agree(own))
     ]
     return found[0] if len(found) == 1 else found
 

@@ -89,29 +89,29 @@ def describe(loader: Any, place: int, batches: int, has_indices: bool, order: Or
     return Reading(batches, by_rank, has_indices, sized_len(dataset) if dealt_out and dataset is not None else None)
 
 
-def agree(mine: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
+def agree(own: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
     """Return for each dataloader whether predictions are by rank, and whether by index; all ranks call this.
 
     Args:
-        mine: This rank's knowledge of each dataloader, or the error because of which it has no predictions.
+        own: This rank's knowledge of each dataloader, or the error because of which it has no predictions.
 
     Raises:
         JoinError: On all ranks, if some rank has no predictions, or the ranks contradict each other.
     """
-    everyone = gather_objects(mine, "What a rank knows of its predictions", None)
-    for rank, said in enumerate(everyone):
-        if isinstance(said, JoinError):
-            raise type(said)(f"Rank {rank}: {said}")
-    numbers = [len(said) for said in everyone]
+    answers = gather_objects(own, "What a rank knows of its predictions", None)
+    for rank, each in enumerate(answers):
+        if isinstance(each, JoinError):
+            raise type(each)(f"Rank {rank}: {each}")
+    numbers = [len(each) for each in answers]
     if len({*numbers}) > 1:
         raise UnsupportedError(
             f"The ranks have different numbers of dataloaders with predictions (by rank): {numbers}."
         )
-    return [_agree_on(place, said) for place, said in enumerate(zip(*everyone, strict=True))]
+    return [_agree_on(place, each) for place, each in enumerate(zip(*answers, strict=True))]
 
 
-def _agree_on(place: int, said: Sequence[Reading]) -> tuple[bool, bool]:
-    having = {rank: reading for rank, reading in enumerate(said) if reading.batches}
+def _agree_on(place: int, readings: Sequence[Reading]) -> tuple[bool, bool]:
+    having = {rank: reading for rank, reading in enumerate(readings) if reading.batches}
     by_rank = [rank for rank, reading in having.items() if reading.by_rank]
     if 0 < len(by_rank) < len(having):
         raise UnsupportedError(

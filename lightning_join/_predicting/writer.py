@@ -70,15 +70,15 @@ class JoinPredictionWriter(BasePredictionWriter):
         part, combined = self._part, trainer.predict_loop._combined_loader
         assert part is not None
         assert combined is not None
-        mine: list[Reading] | JoinError
+        own: list[Reading] | JoinError
         try:
-            mine = [
+            own = [
                 describe(loader, place, *read, self.order)
                 for place, (loader, read) in enumerate(zip(combined.flattened, self._read, strict=True))
             ]
         except JoinError as error:  # raised on all ranks, which wait in `agree`
-            mine = error
-        part.finish([by_rank for by_rank, _ in agree(mine)])
+            own = error
+        part.finish([by_rank for by_rank, _ in agree(own)])
         self._part = None
 
     def teardown(self, *_: Any, **__: Any) -> None:

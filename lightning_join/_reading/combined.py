@@ -93,8 +93,8 @@ class StatefulCombined(Combined):
                 f" {len(self._stateful)} now. Resume with the same dataloaders."
             )
         self._loaded = deepcopy(state)
-        for (_, part), its in zip(self._stateful, state["states"], strict=True):
-            part.load_state_dict(its)
+        for (_, part), own in zip(self._stateful, state["states"], strict=True):
+            part.load_state_dict(own)
 
 
 def place_keeper(combined: CombinedLoader) -> Any:

@@ -62,7 +62,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         super().__init__()
         self.limit: int | float = 1.0
         self.next_step: Callable[[ReadAheadFetcher], Any]
-        self.said = Loaders([])
+        self.reported = Loaders([])
         self._has_read = False  # whether it has read a batch of this epoch
         self.rebalances = False
         self.resuming = resuming
@@ -97,11 +97,11 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
 
     def measure(self) -> Loaders:
         """Return, and store, the numbers of batches that the dataloaders report now."""
-        self.said = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
+        self.reported = measure(RunningStage.TRAINING, self.combined_loader.flattened, self.limit)
         left = None if self._position is None or self.is_over else self._position.length
         if left is not None:  # the epoch continues with the batches that another number of ranks has left
-            self.said = replace(self.said, limits=[left], lengths=[left], full=[None])
-        return self.said
+            self.reported = replace(self.reported, limits=[left], lengths=[left], full=[None])
+        return self.reported
 
     def _take_length(self) -> None:
         """Set this epoch's number of batches by the dataloaders' lengths, if they have any, limits included.
@@ -165,9 +165,9 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         read, again = self._read_so_far, self._in_step if repeats else 0
         trained = self.trained_on - again
         taken = self._before(trained) if again else self._next
-        mine = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
+        extra = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
         try:
-            return {**self._position.place(taken, read, self._ended and taken == read), **mine}
+            return {**self._position.place(taken, read, self._ended and taken == read), **extra}
         except UnsupportedError as error:
             return {"refused": str(error)}
 
@@ -197,7 +197,7 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         """Whether the dataloaders may not have planned this epoch yet, so that their length is not final."""
         if self._has_read or self.left or (self.rebalances and self.fetched > 0):  # a plan relies on these numbers
             return False
-        return any(self.said.planned) and self.said.error is None
+        return any(self.reported.planned) and self.reported.error is None
 
     def end_here(self) -> None:
         """End the epoch that has just been started, before its next batch."""

@@ -77,11 +77,11 @@ def _full_batches(loader: Any) -> tuple[int, int] | None:
     return (size, samples // size) if is_length_certain(loader) and samples is not None else None
 
 
-def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
+def steps_alike(all_loaders: Sequence[Loaders], places: Sequence[int]) -> int:
     """Return the number of steps, from an epoch's start, in which all ranks surely have batches of one size."""
     steps: list[int] = []
     for place in places:
-        full = [each.full[place] for each in everyone]
+        full = [each.full[place] for each in all_loaders]
         known = [each for each in full if each is not None]
         if len(known) < len(full) or len({size for size, _ in known}) > 1:
             return 0
@@ -89,43 +89,43 @@ def steps_alike(everyone: Sequence[Loaders], places: Sequence[int]) -> int:
     return min(steps, default=0)
 
 
-def warn(everyone: Sequence[Loaders]) -> None:
+def warn(all_loaders: Sequence[Loaders]) -> None:
     """Warn about dataloaders that run, but probably not as the user intended."""
-    for place in range(len(everyone[0].sharded)):
+    for place in range(len(all_loaders[0].sharded)):
         remedy = "Pass Trainer(use_distributed_sampler=False)"
-        samples = [each.sharded[place] for each in everyone]
+        samples = [each.sharded[place] for each in all_loaders]
         if (text := dealt_again(samples, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
             rank_zero_only(JoinDataWarning.warn)(text)
 
 
-def check_cycled(loader: CombinedLoader, mine: Loaders) -> Loaders:
+def check_cycled(loader: CombinedLoader, own: Loaders) -> Loaders:
     """Add the error to this rank's measurement if one of the dataloaders would be cycled and is empty."""
-    empty = [place for place, n in enumerate(mine.limits) if n == 0 and not mine.planned[place]]
-    if loader._mode == "max_size_cycle" and mine.error is None and empty and sum(mine.limits) > 0:
+    empty = [place for place, n in enumerate(own.limits) if n == 0 and not own.planned[place]]
+    if loader._mode == "max_size_cycle" and own.error is None and empty and sum(own.limits) > 0:
         what = f"Dataloader {empty[0]} of a CombinedLoader(mode='max_size_cycle') is empty"
         remedy = "cannot be cycled, and the other dataloaders' batches would be lost. Use mode='max_size'"
-        mine = replace(mine, error=f"{what}, so it {remedy}.")
-    return mine
+        own = replace(own, error=f"{what}, so it {remedy}.")
+    return own
 
 
-def exchange(channel: Channel, mine: Loaders) -> list[Loaders]:
+def exchange(channel: Channel, own: Loaders) -> list[Loaders]:
     """Exchange all ranks' measurements.
 
     Raises:
         DataloaderError: On all ranks, if the dataloaders of one cannot be run or their numbers differ.
     """
-    everyone = channel.gather(mine, of=Loaders)
-    check(everyone)
-    return everyone
+    all_loaders = channel.gather(own, of=Loaders)
+    check(all_loaders)
+    return all_loaders
 
 
-def check(everyone: Sequence[Loaders]) -> None:
+def check(all_loaders: Sequence[Loaders]) -> None:
     """Raise the errors of `exchange` for measurements that all ranks have exchanged otherwise."""
-    errors = {rank: loaders.error for rank, loaders in enumerate(everyone) if loaders.error}
+    errors = {rank: loaders.error for rank, loaders in enumerate(all_loaders) if loaders.error}
     if errors:
         rank, error = next(iter(errors.items()))
         raise DataloaderError(f"The dataloaders of {name_ranks(errors)} cannot be used. Rank {rank}: {error}")
-    counts = [len(loaders.limits) for loaders in everyone]
+    counts = [len(loaders.limits) for loaders in all_loaders]
     if len(set(counts)) > 1:
         raise DataloaderError(
             f"Every rank needs the same number of dataloaders, but they have {counts} (by rank). Give a rank"
@@ -195,10 +195,10 @@ def evened(loop: Any, check: Callable[[Sequence[Loaders]], None] | None = None) 
     def find_longest(place: int) -> int | float:
         """Return the largest number of batches of any rank; all ranks meet, unless they have met for this loader."""
         if place >= len(longest):
-            everyone = exchange(strategy.channel, loop.measure(loaders))
-            longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in everyone), strict=True)]
+            all_loaders = exchange(strategy.channel, loop.measure(loaders))
+            longest[:] = [max(lengths) for lengths in zip(*(each.lengths for each in all_loaders), strict=True)]
             if check is not None:
-                check(everyone)
+                check(all_loaders)
         return longest[place]
 
     def stand_in(loader: Any) -> EvenedLoader:

@@ -24,11 +24,11 @@ def check_plateaus(trainer: Any, interval: str, index: int) -> None:
     ]
     if not monitored or not trainer.lightning_module.automatic_optimization:
         return
-    mine = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups if "lr" in group]
-    everyone = strategy_of(trainer).channel.gather(mine, of=list[float])
-    if any(rates != everyone[0] for rates in everyone):
+    own_rates = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups if "lr" in group]
+    all_rates = strategy_of(trainer).channel.gather(own_rates, of=list[float])
+    if any(rates != all_rates[0] for rates in all_rates):
         by_rank = "; ".join(
-            f"rank {rank}: {', '.join(map(str, rates)) or 'none'}" for rank, rates in enumerate(everyone)
+            f"rank {rank}: {', '.join(map(str, rates)) or 'none'}" for rank, rates in enumerate(all_rates)
         )
         names = " or ".join(repr(name) for name in dict.fromkeys(monitored))
         raise UnsupportedError(
@@ -48,12 +48,12 @@ def take_unfrozen_parameters(strategy: JoiningStrategy) -> None:
         UnsupportedError: On all ranks, if they have unfrozen different parameters.
     """
     assert strategy.join is not None
-    everyone = strategy.channel.gather(strategy.join.unfrozen(strategy.optimizers), of=list[str])
-    if any(names != everyone[0] for names in everyone):
-        counts = [len(names) for names in everyone]
+    unfrozen = strategy.channel.gather(strategy.join.unfrozen(strategy.optimizers), of=list[str])
+    if any(names != unfrozen[0] for names in unfrozen):
+        counts = [len(names) for names in unfrozen]
         raise UnsupportedError(
             f"The ranks unfroze different parameters before this epoch ({counts} by rank). Unfreeze the same"
             " parameters on every rank."
         )
-    if everyone[0]:
+    if unfrozen[0]:
         strategy.wrap_again()

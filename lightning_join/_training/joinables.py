@@ -18,11 +18,11 @@ def all_joinables(given: Sequence[Joinable], module: Any, channel: Channel, moni
     """
     configure = getattr(module, "configure_joinables", None)
     joinables = [*given, *((configure() or ()) if configure is not None else ())]
-    mine = [type(joinable).__name__ for joinable in joinables], monitored
-    everyone, everywhere = zip(*channel.gather(mine, of=tuple[list[str], bool]), strict=True)
-    check_monitored(everywhere)
-    if any(names != everyone[0] for names in everyone):
-        by_rank = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone))
+    message = [type(joinable).__name__ for joinable in joinables], monitored
+    all_names, all_monitored = zip(*channel.gather(message, of=tuple[list[str], bool]), strict=True)
+    check_monitored(all_monitored)
+    if any(names != all_names[0] for names in all_names):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(all_names))
         raise JoinValueError(
             f"The ranks passed different joinables: {by_rank}. Pass the same joinables"
             " (DDPJoinStrategy(joinables=...) and configure_joinables()) in the same order on all ranks."
