@@ -25,7 +25,7 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 LOOKING = ("trl",)
 
 
-def looks_at_samples(trainer: Any) -> bool:
+def reads_samples(trainer: Any) -> bool:
     """Whether this trainer's `__init__` fails with an empty dataset."""
     return any(base.__module__.partition(".")[0] in LOOKING for base in type(trainer).__mro__)
 

@@ -372,11 +372,11 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
 
 def with_rest(loader: PreparedLoader, dealer: Dealer, rest: Sequence[Any]) -> PreparedLoader:
     """Return a loader like `loader`, with the remaining batches of this process."""
-    anew = accelerate.skip_first_batches(loader, 0)
+    result = accelerate.skip_first_batches(loader, 0)
     # `DataLoader.__setattr__` refuses it.
-    vars(anew.base_dataloader).update(batch_sampler=dealer.of(rest), generator=None)
-    vars(anew)["_join_known"] = loader
-    return anew
+    vars(result.base_dataloader).update(batch_sampler=dealer.of(rest), generator=None)
+    vars(result)["_join_known"] = loader
+    return result
 
 
 def skipped_in(loader: PreparedLoader) -> int:

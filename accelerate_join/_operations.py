@@ -44,7 +44,7 @@ class Operations(ActiveOperations):
 
     def __init__(self, accelerator: accelerate.Accelerator, progress: Progress, driver: LoopDriver, index: int) -> None:
         super().__init__(accelerator.device, driver, index)
-        driver.tail_log.hears_asides = True
+        driver.tail_log.follows_asides = True
         self._accelerator, self.progress = accelerator, progress
         self._type = type(accelerator)
 

@@ -378,7 +378,7 @@ def _check_own_shards(trainer: Any, given: dict[str, Any]) -> None:
             " of a single dataset that all ranks share. Compute them beforehand in a single process, as columns of each"
             " shard, or remove one of the two options."
         )
-    if not _compat.looks_at_samples(trainer):
+    if not _compat.reads_samples(trainer):
         return
     # Otherwise one rank would raise, and the others would wait for it until the timeout of their group.
     own_empty = [name for name in ("train_dataset", "eval_dataset") if _has_empty(given.get(name))]

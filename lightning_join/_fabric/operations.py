@@ -31,7 +31,7 @@ class Operations(Participant):
     def __init__(self, strategy: Any, driver: LoopDriver, index: int) -> None:
         super().__init__(driver, index)
         self._strategy = strategy
-        driver.tail_log.hears_asides = True
+        driver.tail_log.follows_asides = True
 
     def holds_parts(self, state: dict[str, Any]) -> bool:
         """Whether each rank holds a part of the state to save."""

@@ -215,7 +215,7 @@ class JoinEpochLoop(TrainingEpochLoop):
             batch = join.begin_step(batch)
         cast(JoinBatchProgress, self.batch_progress).ask(join)
         if join.in_tail or self._may_leave:
-            self._enter_hooks("on_train_batch_start", partial(self._leave_if_told, batch) if self._may_leave else None)
+            self._enter_hooks("on_train_batch_start", partial(self._leave_on_skip, batch) if self._may_leave else None)
         return batch
 
     def around_optimization(self) -> AbstractContextManager[object]:
@@ -270,7 +270,7 @@ class JoinEpochLoop(TrainingEpochLoop):
                 strategy.around_step.enter_context(metrics.aside())
         strategy.around_step.enter_context(after_hook(self.trainer.lightning_module, last, leave))
 
-    def _leave_if_told(self, batch: Any, response: Any) -> int | None:
+    def _leave_on_skip(self, batch: Any, response: Any) -> int | None:
         """Make ranks whose `on_train_batch_start` returned -1 join here; all ranks meet. Return -1 if all ranks did."""
         join, fetcher = join_of(self.trainer), self._fit_loop.fetcher
         leaves = response == -1 and not join.joined
@@ -312,7 +312,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         """Send everything that may end the epoch or the fit, go to the next step. Read messages now or later."""
         trainer: Any = self.trainer
         join = join_of(trainer)
-        self._hear_others()
+        self._read_notices()
         waits = self._needs_all(data_fetcher)
         if not waits:
             join.channel.defer_reads()  # until the next forward
@@ -326,7 +326,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         self._is_late = not join.arrive(end, self._next_count(data_fetcher), notice or None, waits)
         self._is_unread = True
         if notice or not self._is_late:
-            self._hear_others()
+            self._read_notices()
 
     def _needs_all(self, data_fetcher: ReadAheadFetcher) -> bool:
         """Whether all ranks must communicate before they train on the next batch, or there may be no next step."""
@@ -334,7 +334,7 @@ class JoinEpochLoop(TrainingEpochLoop):
         # Once all ranks have agreed to stop, they keep or revoke that decision together.
         return may_end or self._fit_loop.agreed_stop or self._should_check_val_fx(data_fetcher)
 
-    def _hear_others(self) -> None:
+    def _read_notices(self) -> None:
         """Read the messages that the ranks sent when they came to this step, unless that was done."""
         self._validation_due = False
         if not self._is_unread:

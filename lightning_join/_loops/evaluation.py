@@ -27,13 +27,13 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         return "test_step" if self.trainer.testing else "validation_step"
 
     @property
-    def _is_amid_fit(self) -> bool:
+    def _is_mid_fit(self) -> bool:
         return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
     def run(self) -> Any:
         around_run = strategy_of(self.trainer).around_run
         # During a fit the fit loop's run is around it.
-        with nullcontext() if self._is_amid_fit else around_run(last=not self.trainer.sanity_checking):
+        with nullcontext() if self._is_mid_fit else around_run(last=not self.trainer.sanity_checking):
             if self.trainer.received_sigterm:
                 raise SIGTERMException
             return super().run()
@@ -75,7 +75,7 @@ class JoinEvaluationLoop(InRounds, EvaluationLoop):
         hook = "on_test_epoch_end" if self.trainer.testing else "on_validation_epoch_end"
         with after_hook(self.trainer.lightning_module, hook, compare):
             super()._on_evaluation_epoch_end()
-        if self._is_amid_fit:
+        if self._is_mid_fit:
             check_monitored(self.trainer, strategy_of(self.trainer).channel)
 
     def _finish_round(self) -> None:

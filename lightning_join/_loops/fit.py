@@ -382,11 +382,11 @@ class JoinFitLoop(FitLoop):
             self._go_on(record, fetcher.keeper, resumes=ready > 0)
         elif states and ready > 0:
             fetcher.resuming.load(of_lightning(states, fetcher.keeper, ready, trainer.world_size))
-        anew = fetcher.combined_loader.flattened
+        restarted = fetcher.combined_loader.flattened
         if fetcher.resuming.place is not None:
-            anew = getattr(fetcher.keeper, "stateless", [])
-        if ready > 0 and anew:
-            names = ", ".join(sorted({type(part).__name__ for part in anew}))
+            restarted = getattr(fetcher.keeper, "stateless", [])
+        if ready > 0 and restarted:
+            names = ", ".join(sorted({type(part).__name__ for part in restarted}))
             rank_zero_only(JoinDataWarning.warn)(
                 "You're resuming from a checkpoint written in the middle of an epoch, but the position of train"
                 f" dataloaders is unknown ({names}: {why_unknown(record)}). These dataloaders restart, so some"

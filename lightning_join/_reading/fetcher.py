@@ -133,10 +133,10 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         self._position = self.resuming.open(self.keeper, self._begin)
         self.taken = self.fetched  # Lightning's count, if no position has one
         if place is not None and not place["over"]:
-            anew = place["plan"] is not None  # the rest of the epoch was split among these ranks
-            self._skipped = 0 if anew else place["skipped"]
+            is_redealt = place["plan"] is not None  # the rest of the epoch was split among these ranks
+            self._skipped = 0 if is_redealt else place["skipped"]
             self.taken = self.fetched = place["taken"] - self._skipped
-            self.left = not anew and place["has_left"]
+            self.left = not is_redealt and place["has_left"]
         self._take_length()
         self._has_read = False
 

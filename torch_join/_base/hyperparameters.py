@@ -21,7 +21,7 @@ Hyperparameters = list[tuple[str, _Simple | tuple[_Simple, ...]]]  # names and v
 # Some optimizers compute a hyperparameter (`d` in Prodigy and D-Adaptation), whose last bits may depend on the number
 # of threads, for example. Different schedules differ by far more.
 _TOLERANCE = 1e-6
-Words = list[tuple[int, Hyperparameters]]  # the hyperparameters in a rank's last steps, with the steps' numbers
+Recorded = list[tuple[int, Hyperparameters]]  # the hyperparameters in a rank's last steps, with the steps' numbers
 
 
 def hyperparameters(objects: Sequence[Any]) -> Hyperparameters:
@@ -126,7 +126,7 @@ class Steps:
             group[name] = _read(group.get(name))
         return copies
 
-    def words(self, late: bool) -> Words:
+    def recorded(self, late: bool) -> Recorded:
         """Return the values that other ranks need for `compare`.
 
         Args:
@@ -136,15 +136,15 @@ class Steps:
         newest = self._step_number if self.now and not late else -1
         return [(step, _described(self._named, groups, step == newest)) for step, groups in self._last]
 
-    def compare(self, by_rank: Mapping[int, Words]) -> None:
+    def compare(self, by_rank: Mapping[int, Recorded]) -> None:
         """Compare the hyperparameters of some ranks, by name, at the start of the same steps.
 
         Raises:
             JoinError: Some differ.
         """
         found: dict[tuple[int, str], dict[int, Any]] = {}
-        for rank, words in by_rank.items():
-            for step, values in words:
+        for rank, recorded in by_rank.items():
+            for step, values in recorded:
                 for name, value in values:
                     found.setdefault((step, name), {})[rank] = value
         for (_, name), values_of in found.items():

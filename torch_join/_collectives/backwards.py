@@ -61,7 +61,7 @@ class Backwards:
             for each in self._tail_log.participants:
                 each.before_collective(ddps)
             if ddps:
-                self._tail_log.tell()
+                self._tail_log.flush()
         if ddps or self.in_pieces:
             return
         self.before_differentiable(group)

@@ -98,16 +98,16 @@ class Parting:
             " Sync in the same steps on all ranks: `(step + 1) % k == 0`."
         )
 
-    def _unlike(self, says: bool, waits: bool = True) -> list[int]:
+    def _unlike(self, action: bool, waits: bool = True) -> list[int]:
         """Record what this rank does next. In its last step, return the continuing ranks if they do something else."""
         if not self._ending:
             return []
         self._count += 1
         if self._members.rank not in self._ending:
-            self._channel.keep(self._key, says)
+            self._channel.keep(self._key, action)
             return []
         goes_on = [rank for rank in self._members.active if rank not in self._ending]
-        if not waits or says in self._channel.ask(self._key, goes_on[:1], bool).values():
+        if not waits or action in self._channel.ask(self._key, goes_on[:1], bool).values():
             return []
         # They may be about to report the error with which they left the step.
         check, end = self._channel.failure_check(), time.monotonic() + _GRACE

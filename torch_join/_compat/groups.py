@@ -26,13 +26,13 @@ _unfinished: list[list[Tensor]] = []
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the process of `rank` in `group` has ended, as far as gloo knows (`tells_who_is_gone`).
+    """Whether the process of `rank` in `group` has ended, as far as gloo knows (`detects_gone_ranks`).
 
     Gloo refuses to send to a peer whose connection has been closed. A living peer never receives the message, and its
     own tag makes it harmless. The message bypasses the dispatcher, where the collective tap refuses point-to-point
     messages in a tail.
     """
-    if not tells_who_is_gone(group):
+    if not detects_gone_ranks(group):
         return False
     try:
         _backend(group, "cpu").send([torch.zeros(1)], rank, _PROBE_TAG)
@@ -41,7 +41,7 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
-def tells_who_is_gone(group: dist.ProcessGroup) -> bool:
+def detects_gone_ranks(group: dist.ProcessGroup) -> bool:
     """Whether `is_gone` can tell at once: gloo can, unless it connects only when it first sends."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0") and is_of_gloo(group)
 
@@ -78,9 +78,9 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
         backend.recv([token], 0, _MEET_TAG + 1).wait(timeout + _ANSWERS_WITHIN)
         return
     deadline = time.monotonic() + timeout.total_seconds()
-    words = {other: backend.recv([torch.zeros(1)], other, _MEET_TAG) for other in others}
-    for other, word in words.items():
-        _wait(word, other, timedelta(seconds=max(0.01, deadline - time.monotonic())))
+    receives = {other: backend.recv([torch.zeros(1)], other, _MEET_TAG) for other in others}
+    for other, work in receives.items():
+        _wait(work, other, timedelta(seconds=max(0.01, deadline - time.monotonic())))
     for answer in [backend.send([token], other, _MEET_TAG + 1) for other in others]:
         answer.wait()
 

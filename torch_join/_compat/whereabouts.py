@@ -133,13 +133,13 @@ def issued(thread: int) -> Issued:
         if entry["is_p2p"]:
             continue
         backend, _, name = entry["profiling_name"].partition(":")
-        whose, number = f"{entry['process_group'][0]}:{backend}", entry["collective_seq_id"]
-        names = last.setdefault(whose, {})
+        key, number = f"{entry['process_group'][0]}:{backend}", entry["collective_seq_id"]
+        names = last.setdefault(key, {})
         if names and number <= max(names):  # a new group of that name
             names.clear()
         names[number] = name
         if entry.get("thread_id") == str(thread):
-            pending = None if entry["retired"] else (whose, number, name)
+            pending = None if entry["retired"] else (key, number, name)
         names.pop(number - _LAST, None)
     return Issued(last, pending)
 

@@ -68,7 +68,7 @@ class Channel:
         self.explain: Callable[[dict[int, Any]], JoinError | None] = lambda _: None
         self.suspect: Callable[[], object] = lambda: None
         self.before_meeting: Callable[[], object] = lambda: None
-        self.barrier_number, self._them = 0, 0  # `_them`: the ranks of that barrier, as bits
+        self.barrier_number, self._mask = 0, 0  # `_mask`: the ranks of that barrier, as bits
         self._gathers = self.records = self._asked = 0
         self.awaits: tuple[str, int, int, Callable[[], bool]] | None = None
         self._some: tuple[int, ...] = ()  # the last gathers of some ranks in which this rank took part
@@ -103,12 +103,12 @@ class Channel:
         if not 0 <= count < math.inf:
             raise JoinValueError(f"A barrier takes a finite number of at least 0 from each rank, not {count}.")
         some = ranks is not None and len(ranks) < self.world_size
-        self._them = _bits(ranks or ()) if some else 0
+        self._mask = _bits(ranks or ()) if some else 0
         # Count barriers of some ranks from the last barrier of all ranks, since other ranks take no part in them.
         self.barrier_number = self.barrier_number + 1 if some else (self.barrier_number // _SOME + 1) * _SOME
         message = b"" if notice is None else _codec.encode((self.rank, notice)) + b"\n"
         with self._links.lock:
-            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._them, message)
+            self._node.arrive(self._number, self.barrier_number, 1, _units(count) if count else 0, self._mask, message)
 
     def wait(self) -> BarrierResult:
         """Wait until all participants have arrived at this rank's last barrier.
@@ -120,7 +120,7 @@ class Channel:
             PeerFailedError: Another rank has failed.
             JoinTimeoutError: Another rank did not come within the channel's timeout.
         """
-        key, barriers = (self.barrier_number, self._them), self._stream.barriers
+        key, barriers = (self.barrier_number, self._mask), self._stream.barriers
         if self._links.reads_deferred and key not in barriers:
             self.poll()
         if key not in barriers:
@@ -167,19 +167,19 @@ class Channel:
         """Send this rank's value for a `gather`; return a function that waits for the other values and returns all."""
         data = _codec.encode(value)
         if among is not None:
-            name, them = _node.number_of(among[0]), _bits(among[1])
+            name, bits = _node.number_of(among[0]), _bits(among[1])
             self._some = (*self._some[-7:], name)
         else:
             self.before_meeting()
-            name, them = self._gathers, 0
+            name, bits = self._gathers, 0
             self._gathers += 1
-        key, barriers = (_node.GATHERS | name, them), self._stream.barriers
+        key, barriers = (_node.GATHERS | name, bits), self._stream.barriers
         with self._links.lock:
-            self._node.arrive(self._number, key[0], 1, 0, them, _node.VALUE.pack(self.rank, len(data)) + data)
+            self._node.arrive(self._number, key[0], 1, 0, bits, _node.VALUE.pack(self.rank, len(data)) + data)
 
         def end() -> list[T]:
-            self._until(lambda: key in barriers, awaits=("some" if them else "gather", name, them))
-            if not them:
+            self._until(lambda: key in barriers, awaits=("some" if bits else "gather", name, bits))
+            if not bits:
                 self._pass_log()
             _, values_data = barriers.pop(key)
             values = _node.values_of(values_data)

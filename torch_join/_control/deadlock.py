@@ -90,9 +90,9 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
     """
     own = places[rank]
     if own.awaits is not None:
-        channel, what, number, them = own.awaits
-        awaited = (each for each in places if each != rank and (not them or them >> each & 1))
-        return {each for each in awaited if not _has_come(places[each], channel, what, number)}
+        channel, what, number, bits = own.awaits
+        awaited = (each for each in places if each != rank and (not bits or bits >> each & 1))
+        return {each for each in awaited if not _has_arrived(places[each], channel, what, number)}
     pending = own.issued.pending
     if own.place.kind == "elsewhere" or pending is None:
         return set()
@@ -103,7 +103,7 @@ def waits_for(rank: int, places: Mapping[int, Where], names: Sequence[int]) -> s
     return {each for each in members & places.keys() if each != rank and _is_behind(places[each], own, *pending)}
 
 
-def _has_come(other: Where, channel: int, what: str, number: int) -> bool:
+def _has_arrived(other: Where, channel: int, what: str, number: int) -> bool:
     if channel not in other.passed:  # that rank has left, or another of its threads may come
         return channel < other.opened
     barrier, gathers, records, *named = other.passed[channel]
@@ -111,11 +111,11 @@ def _has_come(other: Where, channel: int, what: str, number: int) -> bool:
     return come.get(what, what == "some" and number in named)
 
 
-def _is_behind(other: Where, own: Where, whose: str, number: int, name: str) -> bool:
-    if names := other.issued.last.get(whose):
+def _is_behind(other: Where, own: Where, key: str, number: int, name: str) -> bool:
+    if names := other.issued.last.get(key):
         return max(names) < number or names.get(number, name) != name
     # That rank has issued none, or its recorder has dropped them. With two backends, `numbers` counts one backend's.
-    group, _, _ = whose.partition(":")
+    group, _, _ = key.partition(":")
     return bool(other.issued.last) and other.numbers.get(group, number) < number <= own.numbers.get(group, 0)
 
 
@@ -162,10 +162,10 @@ def describe(stuck: Mapping[int, set[int]], places: Mapping[int, Where], names: 
     kinds = {where.place.kind for where in found.values()}
     buffers = any(where.place.what.startswith("DDP's") for where in found.values())
     channels = {max(where.passed, default=0) for where in found.values()}  # several: the ranks are in different loops
-    asks = any(where.awaits is not None and where.awaits[1] == "ask" for where in found.values())
+    is_asking = any(where.awaits is not None and where.awaits[1] == "ask" for where in found.values())
     causes = {
         _FORWARD: buffers,
-        _ORDER: asks or "meeting" not in kinds,
+        _ORDER: is_asking or "meeting" not in kinds,
         _BACKWARD: "backward" in kinds,
         _COLLECTIVE: "collective" in kinds and not buffers,
         _MEETINGS_APART: kinds == {"meeting"} or len(channels) > 1,
@@ -251,10 +251,10 @@ class Watch:
                 continue
             waits, status, passed[number] = channel.awaits, channel.status() or status, channel.passed
             if waits is not None and not waits[-1]():
-                name, which, them, _ = waits
+                name, which, bits, _ = waits
                 if name == "record":  # the leader writes the record; without a status the leader is unknown
-                    them = 1 << (self._node.rank if status is None else status.leader)
-                awaits = number, name, which, them
+                    bits = 1 << (self._node.rank if status is None else status.leader)
+                awaits = number, name, which, bits
                 what = _MEETINGS.get(name, "a wait for another rank's message")
                 place = place._replace(kind="meeting", what=what, computed=0)
         issued = self._issued if self._state[-1:] == (numbers,) else _compat.Issued({}, None)

@@ -35,7 +35,7 @@ class Status(NamedTuple):
     """
 
     models: list[list[int]]
-    word: tuple[int, int, str] | None = None
+    digest: tuple[int, int, str] | None = None
     loader: tuple[int, list[int]] | None = None
     asked: int = 0
     step: int | None = None

@@ -20,7 +20,7 @@ from torch_join._handover.state import Capture
 
 # Whether a rank has left its loop by `break`; its changes since then, or `None` if unknown; and whether it has stepped
 # its shard of a ZeroRedundancyOptimizer for the others since then.
-Word = tuple[bool, list[str] | None, bool]
+ExitReport = tuple[bool, list[str] | None, bool]
 
 _FLAGS = ("requires_grad", "training")
 _NAMES = {"groups": "param_groups", "own": "state_dict()"}
@@ -67,23 +67,23 @@ class EarlyExit:
         return [name for name in before | now if before.get(name) != now.get(name)][:_SHOWN]
 
 
-def check(words: Sequence[Word], names: Sequence[int], rank: int) -> None:
+def check(reports: Sequence[ExitReport], names: Sequence[int], rank: int) -> None:
     """Raise on all ranks if one has changed an object while another one, still in its loop, has yet to change it.
 
     Args:
-        words: The ranks' messages, by rank.
+        reports: The ranks' messages, by rank.
         names: The ranks' names in errors.
         rank: This rank.
 
     Raises:
         JoinError: A rank has changed an object too early.
     """
-    inside = [rank for rank, (has_left, _, _) in enumerate(words) if not has_left]
-    early = [rank for rank, (_, _, has_stepped) in enumerate(words) if has_stepped or inside]
+    inside = [rank for rank, (has_left, _, _) in enumerate(reports) if not has_left]
+    early = [rank for rank, (_, _, has_stepped) in enumerate(reports) if has_stepped or inside]
     # A rank that owns a shard has sent its change to the others, with the parameters that it stepped for them.
-    inside = inside or [rank for rank in range(len(words)) if early and rank not in early]
-    unknown = [rank for rank in early if words[rank][1] is None]
-    changed = {rank: objects for rank in early if (objects := words[rank][1])}
+    inside = inside or [rank for rank in range(len(reports)) if early and rank not in early]
+    unknown = [rank for rank in early if reports[rank][1] is None]
+    changed = {rank: objects for rank in early if (objects := reports[rank][1])}
     if inside and changed:
         what = "; ".join(dict.fromkeys(name for objects in changed.values() for name in objects))
         ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))

@@ -23,7 +23,7 @@ from torch_join._control.channel import Channel
 from torch_join._control.codec import closed
 from torch_join._handover import objects as _objects
 from torch_join._handover import transfer as _transfer
-from torch_join._handover.early_exit import Word, check
+from torch_join._handover.early_exit import ExitReport, check
 from torch_join._handover.replicas import ignored_parameters, kind_of, named
 from torch_join._handover.state import Capture, Restore
 
@@ -37,14 +37,14 @@ class _Schema(NamedTuple):
 
 
 @closed("handover")
-class _Word(NamedTuple):
+class _Message(NamedTuple):
     """A rank's message to the others before the transfer."""
 
     source: int
     given: list[str]
     problem: _Problem | None = None
     nbytes: int = 0  # of the schema, on the source
-    left: Word | None = None
+    left: ExitReport | None = None
 
 
 def hand_over(
@@ -53,7 +53,7 @@ def hand_over(
     channel: Channel,
     group: dist.ProcessGroup | None = None,
     local: frozenset[int] | None = None,
-    left: Word | None = None,
+    left: ExitReport | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Replace the state of `objects` on every rank by that of one rank, bit for bit.
@@ -89,16 +89,16 @@ def hand_over(
     with torch.inference_mode(False), torch.no_grad():
         local = frozenset(map(id, ignored_parameters(objects).values())) if local is None else local
         capture = Capture(local=local)
-        word, packed = _word(objects, source, channel, capture)
-        pending = channel.begin_gather(word._replace(left=left), of=_Word)
+        message, packed = _message(objects, source, channel, capture)
+        pending = channel.begin_gather(message._replace(left=left), of=_Message)
         meanwhile()
-        words = pending()
-        check([word.left for word in words if word.left is not None], channel.global_ranks, channel.rank)
-        _raise_any([word.problem for word in words])
-        _agree(words)
+        messages = pending()
+        check([message.left for message in messages if message.left is not None], channel.global_ranks, channel.rank)
+        _raise_any([message.problem for message in messages])
+        _agree(messages)
         if channel.world_size == 1:
             return
-        schema: _Schema = _objects.broadcast(packed, source, group, words[source].nbytes)
+        schema: _Schema = _objects.broadcast(packed, source, group, messages[source].nbytes)
         restore = Restore(schema.specs, local)
         problem = None if channel.rank == source else _prepare(objects, schema, restore)
         _raise_any(channel.gather(problem, of=_Problem | None))
@@ -110,19 +110,19 @@ def hand_over(
         restore.finish()
 
 
-def _word(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Word, bytes | None]:
+def _message(objects: Sequence[Any], source: int, channel: Channel, capture: Capture) -> tuple[_Message, bytes | None]:
     """Return this rank's message and, on the source, the packed schema, after which nothing can fail there."""
     try:
         ordered = named(objects)
         given = [type(value).__name__ for _, value in ordered]
         if channel.rank != source:
-            return _Word(source, given), None
+            return _Message(source, given), None
         captured = [kind_of(value).capture(value, capture, name) for name, value in ordered]
         contents = _transfer.pack(capture.specs, capture.tensors)
         packed = _objects.pack(_Schema(captured, capture.specs, contents), "The state")
-        return _Word(source, given, nbytes=len(packed)), packed
+        return _Message(source, given, nbytes=len(packed)), packed
     except Exception as error:
-        return _Word(source, [], _problem(error)), None
+        return _Message(source, [], _problem(error)), None
 
 
 def _problem(error: Exception) -> _Problem:
@@ -150,12 +150,12 @@ def _raise_any(problems: Sequence[_Problem | None]) -> None:
     )
 
 
-def _agree(words: Sequence[_Word]) -> None:
-    given = _by_rank([f"[{', '.join(word.given)}]" for word in words])
+def _agree(messages: Sequence[_Message]) -> None:
+    given = _by_rank([f"[{', '.join(message.given)}]" for message in messages])
     if len(given) > 1:
         lists = "; ".join(f"{ranks} gave {text}" for text, ranks in given.items())
         raise JoinValueError(f"The ranks passed different objects: {lists}. Pass the same objects on every rank.")
-    sources = _by_rank([str(word.source) for word in words])
+    sources = _by_rank([str(message.source) for message in messages])
     if len(sources) > 1:
         lists = "; ".join(f"{ranks} said {text}" for text, ranks in sources.items())
         raise JoinValueError(f"The ranks passed different source ranks: {lists}. Pass the same one on every rank.")

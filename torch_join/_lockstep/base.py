@@ -81,7 +81,7 @@ class Lockstep:
         self._present: ExchangedActiveRanks | Rebalancer | ReadStep = self._exchanged  # or a step that was read ahead
         self.no_loss = self.no_output = self.follows_backward = self.keeps_buffers = False
         self._stepped: Sequence[Any] = ()
-        self._gone_to = -1  # the last step that was read ahead
+        self._last_read = -1  # the last step that was read ahead
         self._states = CatchUp(driver, unsynced)
 
     runs_placeholders = False  # whether joined ranks run the step on placeholders, since it needs all ranks
@@ -138,9 +138,9 @@ class Lockstep:
             each.renew()
         active_ranks = ExchangedActiveRanks(self.channel, self._throws, first_step)
         self._exchanged = self._ranks = self._present = active_ranks
-        self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._gone_to)
+        self.driver.tail_log.step = lambda: active_ranks.step + max(0, self._last_read)
         self.plan = None
-        self._stepped, self._gone_to = optimizers, -1
+        self._stepped, self._last_read = optimizers, -1
         self._active_before: Sequence[int] = range(self.channel.world_size)  # at the step before
         self.remarks = Remarks(self.driver.members, self.driver.options, self.driver.framework, first_step)
         self._states.begin([self._whole, *optimizers, *others])
@@ -209,7 +209,7 @@ class Lockstep:
     def go_to(self, step: ReadStep) -> None:
         """Move to a step that was read ahead; all ranks call this, in place of `arrive`."""
         self._present = step
-        self._gone_to += 1
+        self._last_read += 1
 
     def skip(self, skips: bool) -> list[int]:
         """If `skips`, leave the epoch at the current step although this rank has a batch; all ranks meet.
@@ -256,7 +256,7 @@ class Lockstep:
 
     def note_end(self) -> None:
         """Log the cost of the epoch, if it was uneven; called after the last of the steps that were read."""
-        self.remarks.end(self._ranks.step + self._gone_to + 1)
+        self.remarks.end(self._ranks.step + self._last_read + 1)
 
     def catch_up(self) -> None:
         """Copy the changes besides gradients of a tail to joined ranks, before they are read; all ranks call this.
@@ -341,7 +341,7 @@ class Lockstep:
             self._states.give_buffers()
 
     def _note_step(self) -> None:
-        self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._gone_to))
+        self.remarks.note(self.active_ranks, self._ranks.step + max(0, self._last_read))
 
     def _sync_norms(self, model: nn.Module) -> None:
         """Send joined ranks the buffers of SyncBatchNorm after a step."""

@@ -27,7 +27,7 @@ class LockstepEngineParticipant(EngineParticipant):
         self.override(self.engine, "_backward_epilogue", self._epilogue)
 
     def _epilogue(self, original: Callable[[], None]) -> None:
-        self.say_present()
+        self.send_present()
         if self.before_epilogue is not None:
             self.before_epilogue()
         original()

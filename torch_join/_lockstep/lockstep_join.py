@@ -94,17 +94,17 @@ class LockstepModelParticipant(Participant):
         """Wrap an active rank's backward that syncs, which joined ranks follow piece by piece."""
         task = -1
 
-        def came(place: int, _: Any) -> None:
+        def note(place: int, _: Any) -> None:
             nonlocal task
             if task == -1:
                 self._pieces.begin(lambda: None)
             elif task != _compat.backward_in_progress():
                 self._pieces.check_nested()
             task = _compat.backward_in_progress()
-            self._pieces.came(place)
+            self._pieces.note(place)
 
         watch = Watch(self.shadow.parameters)
-        watch.begin(came)
+        watch.begin(note)
         with ExitStack() as stack:
             stack.callback(watch.end)
             stack.callback(self._pieces.reset)
@@ -374,17 +374,17 @@ class LockstepJoin(Lockstep):
             backward: Runs that backward, and then the backward of a zero, in which DDP averages the gradients.
             add_count: Called between the two, if the model got no gradient.
         """
-        came, watch = False, Watch(self._shadow.parameters)
+        has_gradient, watch = False, Watch(self._shadow.parameters)
 
         def note(*_: Any) -> None:
-            nonlocal came
-            came = True
+            nonlocal has_gradient
+            has_gradient = True
 
         with ExitStack() as stack:
 
             def begin_sync(zero: Tensor) -> None:
                 watch.end()
-                if came:
+                if has_gradient:
                     self._shadow.accumulated = True
                 else:
                     add_count()
@@ -396,7 +396,7 @@ class LockstepJoin(Lockstep):
             stack.enter_context(self.leaving_out())
             watch.begin(note)
             self._listening_to(backward)
-        return not came
+        return not has_gradient
 
     def leaving_out(self) -> AbstractContextManager[None]:
         """Wrap the backward of a loss whose batch may count 0."""

@@ -73,7 +73,7 @@ class ModelParticipant(Participant, LoopModel):
         self._second_backward = SecondBackward(self._parameters)
         self._has_rebuilt = bool(ddp._has_rebuilt_buckets)
         self._watch = Watch(self._parameters)
-        self._plumbing = ExitStack()
+        self._forward_contexts = ExitStack()
         self._buffers: dict[int, Known] = {}
 
     def enter(self) -> None:
@@ -88,7 +88,7 @@ class ModelParticipant(Participant, LoopModel):
         left = any(p.grad is not None for p in self._parameters)
         self.accumulates = self._shadow.accumulated = left
         self.remember()
-        self._undo.append(self._plumbing.close)
+        self._undo.append(self._forward_contexts.close)
         self._undo += [self._second_backward.remove, self._pieces.reset]
         if self.members.meets_late:
             self._watch.begin(self._before_gradient)
@@ -170,9 +170,9 @@ class ModelParticipant(Participant, LoopModel):
         else:
             self.announce("forward", forward)
         # Until the inner module runs, the collectives are DDP's own. (A permanent hook would hinder copying the model.)
-        self._plumbing.enter_context(self.tail_log.own_collectives())
-        inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._plumbing.close())
-        self._plumbing.callback(inside.remove)
+        self._forward_contexts.enter_context(self.tail_log.own_collectives())
+        inside = self.ddp.module.register_forward_pre_hook(lambda *_: self._forward_contexts.close())
+        self._forward_contexts.callback(inside.remove)
         self._sync_from(sources)
 
     def before_handover(self) -> None:
@@ -309,7 +309,7 @@ class ModelParticipant(Participant, LoopModel):
                     self._begin_backward()
                     self._task = task
         if self._pieces.under_way:
-            self._pieces.came(place)
+            self._pieces.note(place)
         return (
             None if self._factor == 1.0 else tuple(None if g is None else weighted(g, self._factor) for g in gradients)
         )

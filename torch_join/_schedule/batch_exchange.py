@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.05
 
 
 _Group: TypeAlias = Any  # a `ProcessGroupGloo`, whose `send` and `recv` torch's stubs lack
-Coming: TypeAlias = "Future[tuple[Skeleton, list[Tensor]]]"
+Expected: TypeAlias = "Future[tuple[Skeleton, list[Tensor]]]"
 
 
 class _Sent(NamedTuple):
@@ -91,7 +91,7 @@ class Exchange:
         self.nbytes = 0
         self._sent: deque[_Sent] = deque()
         self._skeleton_to: dict[int, bytes] = {}
-        self._wanted: queue.SimpleQueue[tuple[int, Coming] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[int, Expected] | None] = queue.SimpleQueue()
         self._under_way: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         threads = (_receive, (self._group, self._wanted, channel.global_ranks)), (_wait_for_sent, (self._under_way,))
         self._threads = [threading.Thread(target=run, args=args, name=_THREAD, daemon=True) for run, args in threads]
@@ -136,11 +136,11 @@ class Exchange:
             awaited(self._sent[0].received, self._channel)
             self._sent.popleft()
 
-    def expect(self, sender: int) -> Coming:
+    def expect(self, sender: int) -> Expected:
         """Start to receive a batch from another rank, in the background."""
-        coming: Coming = Future()
-        self._wanted.put((sender, coming))
-        return coming
+        expected: Expected = Future()
+        self._wanted.put((sender, expected))
+        return expected
 
     def flush(self) -> None:
         """Wait until all sent batches have been received."""
@@ -231,9 +231,9 @@ def awaited(future: "Future[T]", channel: Channel) -> T:
     return future.result()
 
 
-def arrived(coming: Coming, channel: Channel) -> Any:
+def arrived(expected: Expected, channel: Channel) -> Any:
     """Wait for an expected batch, and unpack it; see `awaited`."""
-    return unpack(*awaited(coming, channel))
+    return unpack(*awaited(expected, channel))
 
 
 def _wait_for_sent(under_way: "queue.SimpleQueue[_Sent | None]") -> None:
@@ -251,22 +251,22 @@ class _Stopped(Exception):  # noqa: N818
     """The rank that should send a batch has raised."""
 
 
-def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Coming] | None]", names: Sequence[int]) -> None:
+def _receive(group: _Group, wanted: "queue.SimpleQueue[tuple[int, Expected] | None]", names: Sequence[int]) -> None:
     skeletons: dict[int, Skeleton] = {}
     stopped: set[int] = set()
     while (want := wanted.get()) is not None:
-        sender, coming = want
+        sender, expected = want
         try:
             if sender in stopped:
                 raise _Stopped
-            coming.set_result(_receive_batch(group, sender, skeletons))
+            expected.set_result(_receive_batch(group, sender, skeletons))
         except _Stopped:
             stopped.add(sender)
             why = f"Rank {names[sender]} raised an error and sends no more batches. Read its log."
-            coming.set_exception(PeerFailedError(why))
+            expected.set_exception(PeerFailedError(why))
         except BaseException as error:
-            coming.set_exception(error)
-        del want, coming  # else its batch would stay in memory until the next one comes
+            expected.set_exception(error)
+        del want, expected  # else its batch would stay in memory until the next one comes
 
 
 def _receive_batch(group: _Group, sender: int, skeletons: dict[int, Skeleton]) -> tuple[Skeleton, list[Tensor]]:

@@ -123,14 +123,14 @@ def dealer_of(loader: Any) -> Dealer | None:
         return None
     batches: Any = loader.batch_sampler
     sampler = loader.sampler
-    if batches is None or _says_rank(batches):
+    if batches is None or _has_rank(batches):
         deals_out = sampler if batches is None else batches
-        return Dealer(deals_out) if _says_rank(deals_out) else None
+        return Dealer(deals_out) if _has_rank(deals_out) else None
     is_plain = isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
-    return Dealer(batches.sampler, batches) if is_plain and _says_rank(batches.sampler) else None
+    return Dealer(batches.sampler, batches) if is_plain and _has_rank(batches.sampler) else None
 
 
-def _says_rank(sampler: Any) -> bool:
+def _has_rank(sampler: Any) -> bool:
     return all(isinstance(getattr(sampler, name, None), int) for name in ("rank", "num_replicas"))
 
 

@@ -325,8 +325,8 @@ def dealt_among(
     taken = [place["taken"] - place["start"] for place in places if place is not None]
     deals = [*first["deals"], {"world": len(places), "taken": taken, "batch": first["dealt"]}]
     plan = {"step": step, "left": [None] * world, "max_sent_per_step": [None] * world, "gone": [], "is_new": True}
-    anew = {"taken": step, "start": step, "left": False, "state": None, "again": 0, "plan": plan, "seeds": None}
-    return [{**first, **anew, "deals": deals} for _ in range(world)]
+    reset = {"taken": step, "start": step, "left": False, "state": None, "again": 0, "plan": plan, "seeds": None}
+    return [{**first, **reset, "deals": deals} for _ in range(world)]
 
 
 def _of_all(drawn: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class _Step(NamedTuple):
     unknown: tuple[int, ...]  # ranks whose number of batches was unknown when this step was planned
     donated: int  # how many batches this rank sends
     batch: Any = None  # the batch, or its future; `None` once it was taken
-    comes: bool = False
+    foreign: bool = False
     counted: float | None = None  # the batch's count, once it has arrived
 
 
@@ -153,9 +153,9 @@ class Rebalancer:
             )
         for receiver, batch in zip(receivers, batches[is_own:], strict=True):
             self._exchange.give(batch, receiver, step)
-        comes = share is not None and not is_own
-        batch = self._exchange.expect(share.owner) if share is not None and comes else batches[0] if is_own else None
-        self._steps.append(_Step(row, unknown, len(receivers), batch, comes))
+        foreign = share is not None and not is_own
+        batch = self._exchange.expect(share.owner) if share is not None and foreign else batches[0] if is_own else None
+        self._steps.append(_Step(row, unknown, len(receivers), batch, foreign))
 
     def leave(self, ranks: list[int], count: float, total: float) -> None:
         """Continue without ranks that leave the epoch at the current step; no rank trains on batches sent to them."""
@@ -195,7 +195,7 @@ class Rebalancer:
         This rank receives the batches sent for steps that are not run, so that none is left over for the next epoch.
         """
         for step in self._steps:
-            if step.comes:
+            if step.foreign:
                 arrived(step.batch, self._channel)
         self._steps.clear()
         self._exchange.flush()
@@ -221,8 +221,8 @@ class Rebalancer:
         """
         self.count(ahead)
         step = self._steps[ahead]
-        self._steps[ahead] = step._replace(batch=None, comes=False)  # so that nothing here keeps it alive
-        return arrived(step.batch, self._channel) if step.comes else step.batch
+        self._steps[ahead] = step._replace(batch=None, foreign=False)  # so that nothing here keeps it alive
+        return arrived(step.batch, self._channel) if step.foreign else step.batch
 
     def count(self, ahead: int = 0) -> float:
         """Return the count of this rank's batch, once it has arrived; 0 without a batch, or if batches are not counted.
@@ -234,8 +234,8 @@ class Rebalancer:
             return 0
         step = self._steps[ahead]
         if step.counted is None:
-            batch = arrived(step.batch, self._channel) if step.comes else step.batch
-            step = self._steps[ahead] = step._replace(batch=batch, comes=False)
+            batch = arrived(step.batch, self._channel) if step.foreign else step.batch
+            step = self._steps[ahead] = step._replace(batch=batch, foreign=False)
             self._steps[ahead] = step._replace(counted=self._count(batch))
         return self._steps[ahead].counted or 0
 

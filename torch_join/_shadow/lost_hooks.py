@@ -47,19 +47,19 @@ def noticed(
     """
     if not are_lost():
         return hook, lambda: None
-    came: list[bool] = []
+    runs: list[bool] = []
 
-    def coming(*args: Any) -> Any:
-        came.append(True)
+    def noting(*args: Any) -> Any:
+        runs.append(True)
         return hook(*args)
 
     def added(*_: Any) -> None:
-        if not came and matters():
+        if not runs and matters():
             raise UnsupportedError(
                 f"torch {torch.__version__} lost the hooks with which Join weights and tracks a gradient, because a"
                 " checkpoint reran an autograd function that saves the parameter, such as SyncBatchNorm. Use a newer"
                 " torch, checkpoint(..., use_reentrant=True), or no checkpoint there."
             )
-        came.clear()
+        runs.clear()
 
-    return coming, get_gradient_edge(parameter).node.register_hook(added).remove
+    return noting, get_gradient_edge(parameter).node.register_hook(added).remove

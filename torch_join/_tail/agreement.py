@@ -12,7 +12,7 @@ from torch_join._handover.objects import Apart
 Announcement = tuple[int, str, Any]  # the participant's index (-1: none), the kind, and the payload
 # For these kinds the payloads are compared too.
 _COMPARED = ("forward", "collective", "log", "gather", "reduce", "reshard", "module", "gradient")
-_WORD = tuple[int, int, str]
+_DIGEST = tuple[int, int, str]
 _EVERY = 8  # steps between two checks; the first 8 are all checked, because a mistake in the program shows there
 
 
@@ -43,7 +43,7 @@ class Agreement:
         self._tail = f"said/{self._channel.records}"
 
     @property
-    def word(self) -> tuple[int, int, str]:
+    def digest(self) -> tuple[int, int, str]:
         """The checksum, the number of announcements and the last one: equal on all active ranks."""
         checksum, count, kind, compared = self._noted
         return checksum, count, kind if compared is None else f"{kind} {compared}"
@@ -98,17 +98,17 @@ class Agreement:
         """
         lowest = min(after or before)
         among = f"{self._tail}/last/{len(after)}", before
-        words = dict(zip(sorted(before), self._channel.gather(self.word, of=_WORD, among=among), strict=True))
-        if rank != lowest and words[lowest][:2] != self.word[:2]:
+        digests = dict(zip(sorted(before), self._channel.gather(self.digest, of=_DIGEST, among=among), strict=True))
+        if rank != lowest and digests[lowest][:2] != self.digest[:2]:
             raise self._disagreement()
 
     def _disagreement(self) -> JoinError:
         answers = self._channel.health().answers
         names = self._channel.global_ranks
-        words = {names[rank]: status.word for rank, (_, status) in answers.items() if status and status.word}
+        digests = {names[rank]: status.digest for rank, (_, status) in answers.items() if status and status.digest}
         return JoinError(
             "The active ranks ran different operations in the tail of a loop, so their collectives do not match:"
-            f" {_places(words)}. Run the same forwards, backwards and collectives on all ranks, and Accelerate's"
+            f" {_places(digests)}. Run the same forwards, backwards and collectives on all ranks, and Accelerate's"
             " save_state too (with sharded models, save_on_each_node or automatic_checkpoint_naming)."
         )
 
@@ -126,20 +126,20 @@ def explain(statuses: dict[int, Any]) -> JoinError | None:
             if any(a[0] <= b[0] and a[1] > b[1] for a, b in zip(one, other, strict=False)):
                 synced = {rank: [synced for _, synced in counts] for rank, counts in models.items()}
                 return JoinError(explain_counts(synced))
-    words = {rank: status.word for rank, status in statuses.items() if status and status.word}
-    if len({tuple(word) for word in words.values()}) < 2:
+    digests = {rank: status.digest for rank, status in statuses.items() if status and status.digest}
+    if len({tuple(digest) for digest in digests.values()}) < 2:
         return None
     return JoinError(
         "A collective failed while the active ranks were at different operations in the tail of a loop:"
-        f" {_places(words)}. Usual causes: a collective that only some ranks issue, a `break` at different steps"
+        f" {_places(digests)}. Usual causes: a collective that only some ranks issue, a `break` at different steps"
         " (which needs may_break=True), or a rank that takes longer than the process group's timeout."
     )
 
 
-def _places(words: dict[int, tuple[int, int, str]]) -> str:
+def _places(digests: dict[int, tuple[int, int, str]]) -> str:
     return "; ".join(
         f"rank {rank} had announced {count} operations, the last of them {last or 'nothing'}"
-        for rank, (_, count, last) in words.items()
+        for rank, (_, count, last) in digests.items()
     )
 
 

@@ -16,7 +16,7 @@ from torch_join._base.specs import flaw, raw_words
 T = TypeVar("T")
 
 # If none of this many batches shares memory with another, the loader allocates memory for each batch.
-_LOOKS = 3
+_CHECKS = 3
 _SAMPLE = 64  # words of a tensor, or elements of an array
 _DEPTH = 3  # levels of nested objects
 _SIMPLE = frozenset((bytes, bool, int, float, complex, str))  # compared by value: each access may make a new object
@@ -38,7 +38,7 @@ class RefillGuard:
         self._name = type(loader).__name__
         self._is_there = type(loader) in (list, tuple)
         self.gives = gives
-        self._looks = _LOOKS
+        self._checks = _CHECKS
         self._shares = False
         self._places: deque[frozenset[int]] = deque()  # memory addresses of the batches read last
 
@@ -54,12 +54,12 @@ class RefillGuard:
         """
         if self._is_there:
             return read()
-        compared = waiting if self._at_all else waiting[:1] if self.gives else []  # the oldest is overrun first
+        compared = waiting if self._compares_all else waiting[:1] if self.gives else []  # the oldest is overrun first
         held = [_copy(self._content(leaf)) for leaf in _leaves(compared)]
         batch = read()
         if held and _have_changed(compared, held, self._content):
             raise self._error()
-        self._looks = max(0, self._looks - 1)
+        self._checks = max(0, self._checks - 1)
         if not self._shares:
             while len(self._places) > len(waiting):
                 self._places.popleft()
@@ -69,8 +69,8 @@ class RefillGuard:
         return batch
 
     @property
-    def _at_all(self) -> bool:
-        return bool(self._looks) or self._shares
+    def _compares_all(self) -> bool:
+        return bool(self._checks) or self._shares
 
     def _content(self, leaf: Any, depth: int = _DEPTH) -> Any:
         """Return data that shows whether `leaf` has changed: some of its bytes, or `leaf` itself if it has none."""
@@ -79,7 +79,7 @@ class RefillGuard:
         content = raw_words(leaf) if _is_tensor(leaf) else leaf.reshape(-1) if _is_array(leaf) else leaf
         if content is leaf:
             return leaf
-        every = 1 if self._at_all else max(1, len(content) // _SAMPLE)
+        every = 1 if self._compares_all else max(1, len(content) // _SAMPLE)
         return content[::every] if isinstance(content, Tensor) else content[::every].tobytes()
 
     def _error(self) -> JoinValueError:

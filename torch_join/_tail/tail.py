@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torch_join._base.devices import on_device
 from torch_join._base.errors import JoinDriftWarning, JoinValueError, UnsupportedError, check_all_go_on
-from torch_join._base.hyperparameters import Steps, Words
+from torch_join._base.hyperparameters import Recorded, Steps
 from torch_join._base.weighting import name_of
 from torch_join._compat.optimizer_state import is_sharded
 from torch_join._handover.audit import Audit
@@ -213,7 +213,7 @@ class Tail:
         members, channel = self.tail_log.members, self.tail_log.channel
         # Two ranks may leave with no announcement in between, so the number of records alone is no unique key.
         place = f"steps/{channel.records}/{len(members.active)}"
-        answers = channel.gather(steps.words(is_late), of=Words, among=(place, members.before))
+        answers = channel.gather(steps.recorded(is_late), of=Recorded, among=(place, members.before))
         steps.compare(dict(zip(members.named(sorted(members.before)), answers, strict=True)))
 
     def _record(self, at_top: bool) -> None:
@@ -262,14 +262,14 @@ class Tail:
         self.handovers += 1
         is_shard = any(is_sharded(innermost_optimizer(thing)) for thing in self._objects)
         sharded = left is not None and is_shard and not tail_log.members.last_joiner
-        word = left is not None, [] if left is None else left.changed(), sharded
+        exit_report = left is not None, [] if left is None else left.changed(), sharded
         local = self._audit.local(tail_log.channel)
         buffers = [self._buffers] if self._buffers.agree(tail_log.channel) else []
         for model in tail_log.models():
             model.before_handover()
         if states := [*stateful(self._objects), *buffers]:
             members = tail_log.members
-            hand_over(states, members.leader, tail_log.channel, members.group, local, word, meanwhile)
+            hand_over(states, members.leader, tail_log.channel, members.group, local, exit_report, meanwhile)
         else:
             meanwhile()
         return local

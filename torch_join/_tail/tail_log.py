@@ -53,7 +53,7 @@ class TailLog(Announcer):
         participants: The receivers of announcements, by index.
         tap: Listens to an active rank's collectives.
         backwards: Follows collectives in backward.
-        hears_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
+        follows_asides: Whether a joined rank looks for announcements made aside, see `announce_aside`.
         on_all: How deep this rank is in `on_all_ranks`.
         has_to_meet: Whether a meeting is deferred, or this rank has to finish a loop that it left.
         synced: By model (its participant's index), the steps of the loop in which this rank has synced gradients.
@@ -78,7 +78,7 @@ class TailLog(Announcer):
         self.step: Callable[[], int | None] = lambda: None
         self.synced: dict[int, SyncedSteps] = {}
         self.backwards = Backwards(self, members, check_backward)
-        self.hears_asides = False
+        self.follows_asides = False
         self.asked = 0
         self.open(channel)
         self.reset()
@@ -188,7 +188,7 @@ class TailLog(Announcer):
             self._unwritten.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
             if not hold:
-                self.tell()
+                self.flush()
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
         self.still = False
@@ -207,7 +207,7 @@ class TailLog(Announcer):
             key = next(key for key in keys if not self.channel.posted(key))
             self.channel.post(key, ([(index, kind, payload)], self.members.active))
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Write the pending announcements to the log."""
         if self._is_due:
             if self._subgroups.groups:
@@ -257,7 +257,7 @@ class TailLog(Announcer):
         members = self.members
         if active != members.active:
             self._is_due = self._is_due or members.announces  # also write what only the lowest rank has announced
-            self.tell()  # before another rank becomes the lowest active one, which writes the log
+            self.flush()  # before another rank becomes the lowest active one, which writes the log
             if not members.joined and members.uneven and set(active) < set(members.active):
                 self.agreement.note_change(members.rank, members.active, active)
         members.change(active)
@@ -280,12 +280,12 @@ class TailLog(Announcer):
         Args:
             still: Whether no rank has run a step in the tail.
         """
-        words = [each.closing_message() for each in self.participants]
+        messages = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
-        end = -1, END, (words, self.members.leader, self.in_pieces, still)
+        end = -1, END, (messages, self.members.leader, self.in_pieces, still)
         self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
-        return words
+        return messages
 
     def leave_tail(self) -> None:
         """Stop announcing on this rank."""
@@ -334,7 +334,7 @@ class TailLog(Announcer):
         """Wait for the next announcement."""
         while not self._unanswered:
             number, self._asides = self.channel.records, 0
-            meanwhile = partial(self._take_asides, number) if self.hears_asides else None
+            meanwhile = partial(self._take_asides, number) if self.follows_asides else None
             announcements, active = self._subgroups.follow(_RECORD, meanwhile)
             self._check_record(announcements, active)
             self._unanswered.extend(announcements)
@@ -425,10 +425,10 @@ class TailLog(Announcer):
         return self.members.has_joined(rank)
 
     def _status(self) -> Status:
-        word = self.agreement.word if self._counts else None
+        digest = self.agreement.digest if self._counts else None
         models = [[each.forwards, each.synced] for each in self.models()]
         leader = min(self.members.active, default=0)
-        return Status(models, word, self.loader(), self.asked, self.step(), leader, tuple(self.synced_steps()))
+        return Status(models, digest, self.loader(), self.asked, self.step(), leader, tuple(self.synced_steps()))
 
 
 def _record(announcements: Iterable[_codec.Encoded], active: tuple[int, ...]) -> _codec.Encoded:

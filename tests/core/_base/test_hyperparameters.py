@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.workers import Workers
 from torch_join import Join, JoinError
-from torch_join._base.hyperparameters import Hyperparameters, Steps, Words, compare, hyperparameters
+from torch_join._base.hyperparameters import Hyperparameters, Recorded, Steps, compare, hyperparameters
 from torch_join._control.codec import decode, encode
 
 
@@ -62,12 +62,12 @@ def test_of_several_optimizers_of_a_kind_each_is_compared_and_named(which: int) 
     for rank, optimizers in enumerate((ours, theirs)):
         its = Steps(optimizers)
         its.begin()
-        said[rank] = its.words(False)
+        said[rank] = its.recorded(False)
     with pytest.raises(JoinError, match=rf"lr of AdamW {which + 1} is 0.001 on rank 0, 0.5 on rank 1"):
         steps.compare(said)
 
 
-def noted(value: Any) -> tuple[Hyperparameters, Words]:
+def noted(value: Any) -> tuple[Hyperparameters, Recorded]:
     """Return what messages say of an optimizer with this hyperparameter."""
     optimizer = optimizer_of()
     optimizer.param_groups[0]["own"] = value
@@ -75,7 +75,7 @@ def noted(value: Any) -> tuple[Hyperparameters, Words]:
     steps.begin()
     return (
         decode(encode(hyperparameters([optimizer])), Hyperparameters),
-        decode(encode(steps.words(late=False)), Words),
+        decode(encode(steps.recorded(late=False)), Recorded),
     )
 
 
@@ -151,7 +151,7 @@ def test_what_changes_in_place_stays_noted(kind: str, groups: int) -> None:
     change(value)
     steps.begin()
     name = "own of AdamW" if groups == 1 else "own (group 2) of AdamW"
-    first, second = (dict(values)[name] for _, values in steps.words(late=True))
+    first, second = (dict(values)[name] for _, values in steps.recorded(late=True))
     assert (first, second) == ((0.5, 0.25) if kind == "tensor" else ((0.5, 1), (0.25, 1)))
 
 
@@ -165,7 +165,7 @@ def test_a_group_that_comes_within_a_loop_is_noted() -> None:
     rate.fill_(0.25)
     del optimizer.param_groups[0]["lr"]
     steps.begin()
-    before, now = (dict(values) for _, values in steps.words(late=True))
+    before, now = (dict(values) for _, values in steps.recorded(late=True))
     assert (before["lr (group 1) of AdamW"], now["lr (group 1) of AdamW"]) == (0.5, 0.25)
     assert "lr (group 0) of AdamW" in before
     assert "lr (group 0) of AdamW" not in now

@@ -306,9 +306,9 @@ class Links:
                 if self._readers == 0 and not self.reads_deferred:
                     self._take(self._inner.poll(0))
                 deferrals, self._pause = self._deferrals, _READS_WITHIN if self.reads_deferred else None
-            self._look_at_ended()
+            self._check_ended()
 
-    def _look_at_ended(self) -> None:
+    def _check_ended(self) -> None:
         now = time.monotonic()
         with self.lock:
             ended = {peer: now - since for peer, since in self._ended.items() if peer not in self.left}

@@ -52,9 +52,9 @@ def values_of(data: bytes) -> dict[int, bytes]:
     return values
 
 
-def _pack(barrier: int, came: int, total: int, ranks: int, notices: bytes) -> bytes:
+def _pack(barrier: int, count: int, total: int, ranks: int, notices: bytes) -> bytes:
     added, bits = _bytes_of(total), _bytes_of(ranks)
-    return _BARRIER.pack(barrier, came, len(added), len(bits)) + added + bits + notices
+    return _BARRIER.pack(barrier, count, len(added), len(bits)) + added + bits + notices
 
 
 def _bytes_of(number: int) -> bytes:
@@ -62,10 +62,10 @@ def _bytes_of(number: int) -> bytes:
 
 
 def _unpack(payload: bytes) -> tuple[int, int, int, int, bytes]:
-    barrier, came, added, bits = _BARRIER.unpack_from(payload)
+    barrier, count, added, bits = _BARRIER.unpack_from(payload)
     middle, end = _BEAT_BYTES + added, _BEAT_BYTES + added + bits
     total = int.from_bytes(payload[_BEAT_BYTES:middle], "little") if added else 0
-    return barrier, came, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
+    return barrier, count, total, int.from_bytes(payload[middle:end], "little") if bits else 0, payload[end:]
 
 
 @dataclass
@@ -244,18 +244,18 @@ class Node:
 
     # ------------------------------------------------------------ barriers
 
-    def arrive(self, number: int, barrier: int, came: int, total: int, ranks: int, notices: bytes) -> None:
+    def arrive(self, number: int, barrier: int, count: int, total: int, ranks: int, notices: bytes) -> None:
         """Add the ranks that have come; pass the barrier on when all participating ranks below this one have come."""
         if (stream := self._stream(number)) is None:
             return
         if (before := stream.arrivals.pop((barrier, ranks), None)) is not None:
-            came, total, notices = before[0] + came, before[1] + total, before[2] + notices
+            count, total, notices = before[0] + count, before[1] + total, before[2] + notices
         below = self.layout.subtree & ranks if ranks else self.layout.subtree
-        if came < below.bit_count():
-            stream.arrivals[barrier, ranks] = came, total, notices
+        if count < below.bit_count():
+            stream.arrivals[barrier, ranks] = count, total, notices
             return
         receivers = ranks & -ranks if self.layout.parent is None and SUMS <= barrier < GATHERS else ranks
-        payload = _pack(barrier, came, total, receivers, notices)
+        payload = _pack(barrier, count, total, receivers, notices)
         if self.layout.parent is None:
             self._receive_result(number, payload)
         else:
@@ -264,14 +264,14 @@ class Node:
     def _receive_result(self, number: int, payload: bytes) -> None:
         barrier, _, total, ranks, notices = _unpack(payload)
         if below := self.layout.below:
-            them = [child for child in below if ranks & below[child]] if ranks else below
-            self.links.send(them, DOWN, number, payload)
+            receivers = [child for child in below if ranks & below[child]] if ranks else below
+            self.links.send(receivers, DOWN, number, payload)
         if (not ranks or ranks >> self.rank & 1) and (stream := self._stream(number)) is not None:
             stream.barriers[barrier, ranks] = total, notices
 
     # ------------------------------------------------------------ connections that end
 
-    def look_after(self, ended: Mapping[int, float]) -> None:
+    def explain_ended(self, ended: Mapping[int, float]) -> None:
         """Find out why connections have ended, and report the cause: the end of a connection alone proves nothing."""
         for peer, seconds in ended.items():
             if peer in self._lost:
@@ -293,9 +293,9 @@ class Node:
                 text = f"{BROKEN} {names[0]} and {names[1]} broke: {'both processes are there.' if process else maybe}"
             with self.links.lock:
                 self._lost[peer] = text
-                self.tell_who_is_lost()
+                self.report_lost()
 
-    def tell_who_is_lost(self) -> None:
+    def report_lost(self) -> None:
         """Report in all streams without a known failure that a neighbour has failed."""
         for peer, text in self._lost.items():
             for number, stream in [*self.streams.items()]:

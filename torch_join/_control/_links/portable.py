@@ -15,7 +15,7 @@ class PortableLinks(Links):
     """The connections of this process, on `selectors` and a pair of sockets; see `Links`."""
 
     def _open(self) -> None:
-        self._came = threading.Condition(self.lock)
+        self._arrived = threading.Condition(self.lock)
         self._seen = 0  # messages received up to the last read
         self._bell, self._bell_reader = socket.socketpair()
         self._bell.setblocking(False)
@@ -50,7 +50,7 @@ class PortableLinks(Links):
                 return
             if self._seen == self.messages[1]:
                 if seconds:
-                    self._came.wait(seconds)
+                    self._arrived.wait(seconds)
                 else:
                     self._receive_all([*self._by_file.values()])
             self._seen = self.messages[1]
@@ -63,7 +63,7 @@ class PortableLinks(Links):
                     self._receive(link)
         finally:
             self._is_taking = False
-            self._came.notify_all()
+            self._arrived.notify_all()
 
     def _forward(self) -> None:
         while not self._closing:
@@ -86,4 +86,4 @@ class PortableLinks(Links):
                     with suppress(OSError):
                         self._bell_reader.recv(4096)
                 self._receive_all([each for each, events in links if events & selectors.EVENT_READ])
-            self._look_at_ended()
+            self._check_ended()

@@ -41,7 +41,7 @@ class Tree:
         self._has_cores = bool(connections) and len(node.peers.processes) < (os.cpu_count() or 1)
         self.node = node
         kind = Links if has_epoll() else PortableLinks
-        node.links = self.links = kind(connections, node.handle, node.look_after)
+        node.links = self.links = kind(connections, node.handle, node.explain_ended)
         self.channels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the open channels, by stream
         self.watch: object = None  # a `Watch` of these channels
         self.close = weakref.finalize(self, self.links.close)
@@ -112,5 +112,5 @@ class Tree:
         with self.links.lock:
             number, node.opened = node.opened, node.opened + 1
             stream = node.streams.setdefault(number, ChannelState())
-            node.tell_who_is_lost()
+            node.report_lost()
         return number, stream

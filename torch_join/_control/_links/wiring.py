@@ -67,7 +67,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
 
     def is_gone(peer: int) -> bool | None:
         group = reference()
-        return _compat.is_gone(group, peer) if group is not None and _compat.tells_who_is_gone(group) else None
+        return _compat.is_gone(group, peer) if group is not None and _compat.detects_gone_ranks(group) else None
 
     listener, tree, problem = None, None, ""
     where: Where = [], 0

@@ -93,19 +93,19 @@ class EngineParticipant(Participant):
             for parameter in self.parameters:
                 self.announce_calls(parameter, "all_gather", "gather", partial(self._listed, parameter))
                 self.announce_calls(parameter, "partition", "partition", partial(self._listed, parameter), hold=True)
-                self._tell_before(parameter, "all_gather_coalesced")
+                self._flush_before(parameter, "all_gather_coalesced")
             if hasattr(optimizer, _compat.REDUCE_BUCKET_3):  # else the engine only evaluates
                 name = "reduce_ready_partitions_and_remove_grads"
                 self.announce_calls(optimizer, name, "gradient", self._number, hold=True)
                 self.override(optimizer, name, self._taking)
-                self._tell_before(optimizer, _compat.REDUCE_BUCKET_3)
+                self._flush_before(optimizer, _compat.REDUCE_BUCKET_3)
         elif self.stage:
             self._groups = _compat.groups_of(engine)
             self.announce_calls(
                 optimizer, "process_gradients", "gradient", lambda parameter, _: self._number(parameter), hold=True
             )
             self.override(optimizer, "process_gradients", self._taking)
-            self._tell_before(optimizer, "reduce_ipg_grads")
+            self._flush_before(optimizer, "reduce_ipg_grads")
         if self.stage and hasattr(optimizer, "clear_backward_seen_flag"):
             self.announce_calls(optimizer, "clear_backward_seen_flag", "forward", hold=True)
         self.announce_calls(engine, "_backward_prologue", "prologue", self._frozen, hold=True)
@@ -115,15 +115,15 @@ class EngineParticipant(Participant):
     def is_quiet(self) -> bool:
         return self.members.serves or self.is_inside or self.tail_log.is_quiet()
 
-    def _tell_before(self, owner: Any, name: str) -> None:
+    def _flush_before(self, owner: Any, name: str) -> None:
         """Send the held announcements, which are then complete, right before a function that issues collectives."""
 
-        def telling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def flushing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.members.announces:
-                self.tail_log.tell()
+                self.tail_log.flush()
             return original(*args, **kwargs)
 
-        self.override(owner, name, telling)
+        self.override(owner, name, flushing)
 
     @contextmanager
     def leaving_out(self, counts_nothing: bool) -> Iterator[None]:
@@ -138,7 +138,7 @@ class EngineParticipant(Participant):
             parameter.grad.copy_(finite(parameter.grad))
         return original(parameter, *args)
 
-    def say_present(self) -> None:
+    def send_present(self) -> None:
         """Announce, before the epilogue, which gradients exist, unless they were announced one by one."""
         if self.stage == 1 and not self.is_quiet() and not _compat.has_gradient_hooks(self.engine):
             self.announce("present", [n for n, p in enumerate(self.parameters) if p.grad is not None])

@@ -57,7 +57,7 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         engine, optimizer = self.engine, self.engine.optimizer
         hook = engine.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
         self._undo.append(hook.remove)
-        self.announce_calls(engine, "_backward_epilogue", "epilogue", self.say_present, after=self._note_gradients)
+        self.announce_calls(engine, "_backward_epilogue", "epilogue", self.send_present, after=self._note_gradients)
         self.override(engine, "backward", self._backward)
         self.override(engine, "_backward_prologue", self._prologue)
         self.override(engine, "coalesce_grad_reduction", self._coalescing)

@@ -24,7 +24,7 @@ from torch_join._participants._gradients.evidence import (
 )
 from torch_join._participants.participant import Driver
 
-_Word = tuple[int, str]  # the number of active ranks, and a verdict
+_Verdict = tuple[int, str]  # the number of active ranks, and a verdict
 
 
 class OtherVerdicts:
@@ -40,7 +40,7 @@ class OtherVerdicts:
         self._clears = (CLEARED, UNKNOWN) if shards else (CLEARED,)
         self._driver = driver
         self._index = index
-        self._words: list[_Word] = []  # from the backwards since the last one that averaged
+        self._verdicts: list[_Verdict] = []  # from the backwards since the last one that averaged
         self._doubted = 0  # the number of active ranks at this joined rank's first doubt since then
         self._averages = 0  # counted over all tails, so that no key is used twice
 
@@ -53,13 +53,13 @@ class OtherVerdicts:
         states = gradients.states()
         gradients.raise_if_changed(states, self._driver.members)
         # A rank that asks waits for all active ranks, even for those that have left out its accumulated gradients.
-        word = len(self._driver.members.active), common_verdict(state.verdict for state in states)
-        if self._words[-1:] != [word]:
-            self._words.append(word)
+        verdict = len(self._driver.members.active), common_verdict(state.verdict for state in states)
+        if self._verdicts[-1:] != [verdict]:
+            self._verdicts.append(verdict)
         if averages:
             self._averages += 1
-            self._driver.tail_log.channel.keep(self._key, self._words)
-            self._words = []
+            self._driver.tail_log.channel.keep(self._key, self._verdicts)
+            self._verdicts = []
         return runs_of(states)
 
     def follow(self, gradients: Gradients, runs: Runs, averages: bool, accumulates: bool) -> None:
@@ -82,7 +82,7 @@ class OtherVerdicts:
 
     def reset(self) -> None:
         """End the tail."""
-        self._words, self._doubted = [], 0
+        self._verdicts, self._doubted = [], 0
 
     def doubt(self) -> str:
         """Note, on a joined rank, that the leader is in doubt at a backward that does not average; return `KEPT`."""
@@ -100,16 +100,16 @@ class OtherVerdicts:
         since, self._doubted = self._doubted, 0
         if not since:
             return KEPT
-        found = [{verdict for active, verdict in words if active <= since} for words in self._ask()]
+        found = [{verdict for active, verdict in verdicts if active <= since} for verdicts in self._ask()]
         return common_verdict(next((one for one in (CLEARED, UNKNOWN, KEPT) if one in each), UNKNOWN) for each in found)
 
     def ask(self) -> str:
         """Return all active ranks' verdict at the backward that `begin_average` has started, with the same errors."""
-        return common_verdict(words[-1][1] for words in self._ask())
+        return common_verdict(verdicts[-1][1] for verdicts in self._ask())
 
-    def _ask(self) -> list[list[_Word]]:
+    def _ask(self) -> list[list[_Verdict]]:
         channel, active = self._driver.tail_log.channel, self._driver.members.active
-        return [words for words in channel.ask(self._key, active, list[_Word]).values() if words]
+        return [verdicts for verdicts in channel.ask(self._key, active, list[_Verdict]).values() if verdicts]
 
     @property
     def _key(self) -> str:

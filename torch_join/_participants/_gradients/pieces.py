@@ -42,7 +42,7 @@ class Pieces:
     def __init__(self, participant: Participant, shadow: ModelShadow) -> None:
         self._participant = weakref.proxy(participant)  # a cycle would keep the model, and its group, after the loop
         self._shadow = shadow
-        self._came: list[int] = []  # the parameters whose gradients have come since the last record
+        self._fired: list[int] = []  # the parameters whose gradients have come since the last record
         self.under_way = False
         self._delays = False  # whether DDP averages at the end of the next backward
         self._is_whole = False  # whether the current backward was announced as a whole
@@ -75,7 +75,7 @@ class Pieces:
                 " backward, and finished ranks cannot follow DDP's order yet. Give each rank a batch in the first"
                 " iteration, or use static_graph=False."
             )
-        self.under_way, self._came = True, self._shadow.unreached()
+        self.under_way, self._fired = True, self._shadow.unreached()
         _compat.after_backward(lambda: self._end(ended))
 
     def check_nested(self) -> None:
@@ -97,25 +97,25 @@ class Pieces:
         self._is_whole = True
         _compat.after_backward(lambda: self._end(lambda: None))
 
-    def came(self, place: int) -> None:
+    def note(self, place: int) -> None:
         """Note that the gradient of a parameter has come."""
         if self.under_way:
-            self._came.append(place)
+            self._fired.append(place)
 
     def before_collective(self, ddps: bool) -> None:
         """See `Participant.before_collective`."""
         if ddps and self.under_way:
-            self._tell()
+            self._announce_fired()
         elif not ddps and self._is_whole:
             raise late("A collective")
 
-    def _tell(self) -> None:
-        came, self._came = self._came, []
-        self._participant.announce(FIRED, came, hold=True)
+    def _announce_fired(self) -> None:
+        fired, self._fired = self._fired, []
+        self._participant.announce(FIRED, fired, hold=True)
 
     def _end(self, ended: Callable[[], None]) -> None:
         if self.under_way:
-            self._tell()
+            self._announce_fired()
             ended()
         self.reset()
 

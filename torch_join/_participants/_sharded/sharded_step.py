@@ -58,8 +58,8 @@ class ShardedStepParticipant(Participant):
 
     def enter(self) -> None:
         for model in self._sharded:
-            model.before_reductions.append(self._say_options)
-            self._undo.append(partial(model.before_reductions.remove, self._say_options))
+            model.before_reductions.append(self._announce_options)
+            self._undo.append(partial(model.before_reductions.remove, self._announce_options))
         self._undo.append(around_steps(self.optimizer, self._send, self._is_quiet))
         self._undo.append(self.optimizer.register_step_post_hook(self._after_step).remove)
 
@@ -102,7 +102,7 @@ class ShardedStepParticipant(Participant):
         if models:
             self._noted = state_of(self.optimizer)
 
-    def _say_options(self) -> None:
+    def _announce_options(self) -> None:
         """Announce the hyperparameters to joined ranks, for a step inside the next reduction."""
         if any(_compat.steps_in_backward(group["params"]) for group in self.optimizer.param_groups):
             self.announce("options", group_options(self.optimizer))

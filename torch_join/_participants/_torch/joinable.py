@@ -114,7 +114,7 @@ class HookDriver(Driver):
         self.started = True
         with telling_failures(self.channel):
             if self.members.announces and self._undone:
-                self._word(_NO_MORE)
+                self._sum(_NO_MORE)
             work: Any = TorchJoin.notify_join_context(self._first)  # type: ignore[arg-type]
             # A joined rank learns from the same sum that it has to meet the others.
             if work.get_future().wait()[0].item() < self.members.world_size or self.members.count is not None:
@@ -131,7 +131,7 @@ class HookDriver(Driver):
             return
         if not self._undone:
             raise self._refuse(index, kind)
-        self._word(_MORE)
+        self._sum(_MORE)
         done = self._owners[index].is_done(kind, payload)
         self.channel.append((index, kind, payload, done), leads=self.members.leads)
         if done:
@@ -156,7 +156,7 @@ class HookDriver(Driver):
             self.members.take_role(Role.SERVING)
             try:
                 while index in self._undone:
-                    if self._word(_LEAVING) <= 0:
+                    if self._sum(_LEAVING) <= 0:
                         self._undone.clear()
                         break
                     participant, kind, payload, done = self.channel.follow(of=tuple[int, str, Any, bool])
@@ -202,7 +202,7 @@ class HookDriver(Driver):
             f" {name_ranks(self.members.joined_names)} finished: a step must be a forward of the first model, then at"
             " most one backward and one optimizer step. Use torch_join.Join, which has no such limit."
         )
-        self._word(_MORE)  # the joined ranks take this word for the count, and get the error when they meet
+        self._sum(_MORE)  # the joined ranks take this word for the count, and get the error when they meet
         # Not earlier: a rank that waits for a record would leave, and ranks that wait for it here would not learn why.
         self.channel.fail(f"JoinError: {error}")
         return error
@@ -215,12 +215,12 @@ class HookDriver(Driver):
         for each in self.participants:
             each.leave_tail()
         if self._undone:
-            self._word(_LEAVING)
+            self._sum(_LEAVING)
 
-    def _word(self, value: int) -> int:
-        word = torch.zeros(1, device=self._first.join_device) + value  # type: ignore[union-attr]
-        dist.all_reduce(word, group=self.members.group)
-        return int(word.item())
+    def _sum(self, value: int) -> int:
+        total = torch.zeros(1, device=self._first.join_device) + value  # type: ignore[union-attr]
+        dist.all_reduce(total, group=self.members.group)
+        return int(total.item())
 
 
 # The drivers of a torch `Join` that is being built.

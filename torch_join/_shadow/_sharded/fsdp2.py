@@ -115,15 +115,15 @@ class AnnouncedGroup:
 
     def _to_sharded(self) -> None:
         """Reshard; announced unless it is part of a reduction."""
-        tells = self.others_differ and not self._group.is_sharded and not self._reduces
-        with self._observer.around(self._index, "reshard", SHARD) if tells else nullcontext():
+        announces = self.others_differ and not self._group.is_sharded and not self._reduces
+        with self._observer.around(self._index, "reshard", SHARD) if announces else nullcontext():
             self._own._to_sharded()
         self.others_differ = self.others_differ and _is_pending(self._group)
 
     def _to_sharded_post_forward(self) -> None:
         """Reshard over fewer ranks; announced if a backward has left the unit whole."""
-        tells, self.target = self.target == WHOLE, PART
-        with self._observer.around(self._index, "reshard", PART) if tells else nullcontext():
+        announces, self.target = self.target == WHOLE, PART
+        with self._observer.around(self._index, "reshard", PART) if announces else nullcontext():
             self._own._to_sharded_post_forward()
 
     def finalize_backward(self) -> None:
