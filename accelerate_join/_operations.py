@@ -218,9 +218,9 @@ class Operations(ActiveOperations):
                 self._accelerator.scaler.load_state_dict(scaler)
         last, members = self.progress.find_loader() if is_last else None, self.members
         placeholders = self.driver.placeholders
-        goes_on = not (members.serves or (placeholders is not None and placeholders.losses.joined))
-        leads = goes_on and members.rank == self.active[0]
-        with _positions.saving_places(self._accelerator, when, last, leads, goes_on):
+        is_active = not (members.serves or (placeholders is not None and placeholders.losses.joined))
+        leads = is_active and members.rank == self.active[0]
+        with _positions.saving_places(self._accelerator, when, last, leads, is_active):
             return self._call("save_state", args, kwargs)
 
 

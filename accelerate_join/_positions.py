@@ -161,7 +161,7 @@ def saving_places(
     when: When | None = None,
     loader: PreparedLoader | None = None,
     leads: bool = False,
-    goes_on: bool = True,
+    is_active: bool = True,
 ) -> Iterator[None]:
     """Wrap `save_state`: this process also writes its positions.
 
@@ -170,7 +170,7 @@ def saving_places(
         when: The moment of the save; `None` outside of the context.
         loader: The loader that is in the last step of its epoch, if any.
         leads: Whether this is the lowest active process in the context.
-        goes_on: Whether this process has not joined.
+        is_active: Whether this process has not joined.
     """
     if vars(accelerator).get("_join_saves", False):  # a nested call
         yield
@@ -195,7 +195,7 @@ def saving_places(
     )
     with writing, setting(accelerator, _join_saves=True), ExitStack() as stack:
         # It is omitted here: otherwise all processes would write the loader's state to the same file at once.
-        for each in stateful if not (leads or (on_node and goes_on)) else ():
+        for each in stateful if not (leads or (on_node and is_active)) else ():
             stack.enter_context(setting(each, use_stateful_dataloader=False))
         yield
 
@@ -240,8 +240,8 @@ def read_all(
     if (writers := newest["world_size"]) != world:  # each process reads some of the files
         found = gather_objects({other: read(other) for other in range(rank, writers, world)}, what, None)
         records = [found[writer % world][writer] for writer in range(writers)]
-    same = ("world_size", "when", "version")
-    return [each if each and all(each.get(n) == newest.get(n) for n in same) else None for each in records]
+    shared = ("world_size", "when", "version")
+    return [each if each and all(each.get(n) == newest.get(n) for n in shared) else None for each in records]
 
 
 def write(folder: str, rank: int, record: dict[str, Any]) -> None:

@@ -203,14 +203,14 @@ def _check(messages: Sequence[_Message], what: str) -> Any:
         raise JoinValueError(
             f"The ranks requested the {what} in different ways. Pass the same `rank=` and order on all."
         )
-    having = [number for number, each in enumerate(messages) if each.tree is not None]
-    if not having:
+    nonempty = [number for number, each in enumerate(messages) if each.tree is not None]
+    if not nonempty:
         return None
-    first = messages[having[0]]
-    for number in having:
-        check_alike(first.tree, messages[number].tree, [f"rank {having[0]}", f"rank {number}"])
-    without = [number for number in having if not messages[number].has_indices]
-    if 0 < len(without) < len(having):
+    first = messages[nonempty[0]]
+    for number in nonempty:
+        check_alike(first.tree, messages[number].tree, [f"rank {nonempty[0]}", f"rank {number}"])
+    without = [number for number in nonempty if not messages[number].has_indices]
+    if 0 < len(without) < len(nonempty):
         raise JoinValueError(
             f"{name_ranks(without).capitalize()} passed no indices, but other ranks did. Pass indices on all ranks"
             " that have a batch, or on none."

@@ -253,12 +253,12 @@ def _merge(path: Path, names: Sequence[str], by_rank: Sequence[bool]) -> Iterato
 def _write_section(
     out: BinaryIO, section: _Section, files: Sequence[BinaryIO], written: Sequence[_Written], by_rank: bool
 ) -> Iterator[None]:
-    having = [rank for rank, each in enumerate(written) if each.tree is not None]
-    if not having:
+    nonempty = [rank for rank, each in enumerate(written) if each.tree is not None]
+    if not nonempty:
         return
-    section.tree = written[having[0]].tree
-    for rank in having:
-        check_alike(section.tree, written[rank].tree, [f"rank {having[0]}", f"rank {rank}"])
+    section.tree = written[nonempty[0]].tree
+    for rank in nonempty:
+        check_alike(section.tree, written[rank].tree, [f"rank {nonempty[0]}", f"rank {rank}"])
     indices = [_as_tensor(each.indices) for each in written] if all(each.has_indices for each in written) else None
     places, section.count = place_rows([len(each.begins) for each in written], indices, by_rank)
     if not _kinds(section.tree)[1]:

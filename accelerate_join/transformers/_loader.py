@@ -95,9 +95,9 @@ class EvenedLoader(CoreEvenedLoader):
 
     def own_batches(self) -> Iterator[Any]:
         """Return this rank's batches, independent of other ranks and of a running loop."""
-        alone = copy(self.loader)
-        alone.rng_types = None  # otherwise ranks would exchange random states
-        return iter(alone)
+        loader = copy(self.loader)
+        loader.rng_types = None  # otherwise ranks would exchange random states
+        return iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         run = self._trainer._join_run

@@ -323,9 +323,9 @@ class Joins:
         certain = driver.certain_lengths
         uneven = len(driver.find_active()) < self.world_size
         if uneven or (certain is not None and min(certain) != max(certain)):
-            how = "have run out" if uneven else "will run out"
+            tense = "have run out" if uneven else "will run out"
             raise JoinError(
-                f"A loop over a Fabric dataloader was started inside another loop in which some ranks {how} of"
+                f"A loop over a Fabric dataloader was started inside another loop in which some ranks {tense} of"
                 " batches before others, so they would miss the inner loop. Evaluate after the loop, give the inner"
                 f" loop a DataLoader that Fabric has not set up, or go {_BATCHES}. If a variable holds the iterator"
                 " of a finished outer loop, `del` it."

@@ -24,8 +24,8 @@ def ask_strategies() -> None:
     """Replace Fabric's methods."""
     for name in ("setup", "setup_module", "setup_dataloaders"):
         setattr(Fabric, name, _asking(getattr(Fabric, name)))
-    for name, instead in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
-        setattr(Fabric, name, _asking(getattr(Fabric, name), instead))
+    for name, variant in {"print": _print, "log_dict": _log_dict, "call": _call, "rank_zero_first": _refuse}.items():
+        setattr(Fabric, name, _asking(getattr(Fabric, name), variant))
 
 
 def pass_on_zero_grad() -> None:
@@ -37,7 +37,7 @@ def pass_on_zero_grad() -> None:
     wrapper.zero_grad = lambda optimizer, *args, **kwargs: optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
-def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def _asking(own: Callable[..., Any], variant: Callable[..., Any] | None = None) -> Callable[..., Any]:
     @wraps(own)
     def method(fabric: Fabric, /, *args: Any, **kwargs: Any) -> Any:
         strategy, tail = cast(object, fabric.strategy), None
@@ -49,8 +49,8 @@ def _asking(own: Callable[..., Any], instead: Callable[..., Any] | None = None) 
                         "own_shards=True cannot be combined with use_distributed_sampler=True. Remove one of them."
                     )
                 kwargs["use_distributed_sampler"] = False
-            tail = None if instead is None else strategy.find_tail() or strategy.find_placeholders()
-        return own(fabric, *args, **kwargs) if tail is None else cast(Any, instead)(tail, own, fabric, *args, **kwargs)
+            tail = None if variant is None else strategy.find_tail() or strategy.find_placeholders()
+        return own(fabric, *args, **kwargs) if tail is None else cast(Any, variant)(tail, own, fabric, *args, **kwargs)
 
     return method
 

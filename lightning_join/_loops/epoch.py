@@ -137,9 +137,9 @@ class JoinEpochLoop(TrainingEpochLoop):
         count = join.driver.members.count
         if not was_even:
             # Batches read ahead show more than the checkpoint knew, but the steps must be those that were planned.
-            length, how = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most}
-            how |= {"leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
-            join.rebalance(data_fetcher, length, **how)
+            length, options = None if was_unknown else data_fetcher.remaining, {"max_sent_per_step": most}
+            options |= {"leaves": data_fetcher.left, "is_certain": data_fetcher.is_certain}
+            join.rebalance(data_fetcher, length, **options)
         if join.plan is None:
             if count is not None:
                 join.count_first(self._next_count(data_fetcher))

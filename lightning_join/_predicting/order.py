@@ -111,21 +111,21 @@ def agree(own: Sequence[Reading] | JoinError) -> list[tuple[bool, bool]]:
 
 
 def _agree_on(place: int, readings: Sequence[Reading]) -> tuple[bool, bool]:
-    having = {rank: reading for rank, reading in enumerate(readings) if reading.batches}
-    by_rank = [rank for rank, reading in having.items() if reading.by_rank]
-    if 0 < len(by_rank) < len(having):
+    nonempty = {rank: reading for rank, reading in enumerate(readings) if reading.batches}
+    by_rank = [rank for rank, reading in nonempty.items() if reading.by_rank]
+    if 0 < len(by_rank) < len(nonempty):
         raise UnsupportedError(
             f"Dataloader {place} reads its own dataset on {name_ranks(by_rank)}, while on other ranks a sampler"
             f" distributes a shared dataset, so indices refer to different datasets. {_INSTEAD}"
         )
-    samples = {reading.samples for reading in having.values() if reading.samples is not None}
+    samples = {reading.samples for reading in nonempty.values() if reading.samples is not None}
     if len(samples) > 1:
         raise UnsupportedError(
             f"The ranks' datasets of dataloader {place} have different lengths ({min(samples)} to {max(samples)}),"
             " and a sampler shards each of them, so indices refer to different datasets. If each rank has its own"
             f" shard, pass Trainer(use_distributed_sampler=False). {_INSTEAD}"
         )
-    return bool(by_rank), all(reading.has_indices for reading in having.values())
+    return bool(by_rank), all(reading.has_indices for reading in nonempty.values())
 
 
 def is_copy(strategy: Any) -> bool:

@@ -162,10 +162,10 @@ class ReadAheadFetcher(DataFetcher, Reader[Any]):
         """
         if self._position is None:
             return None
-        read, again = self._read_so_far, self._in_step if repeats else 0
-        trained = self.trained_on - again
-        taken = self._before(trained) if again else self._next
-        extra = {"skipped": taken - trained, "has_left": self.left and not again, "plan": None, "left": False}
+        read, repeated = self._read_so_far, self._in_step if repeats else 0
+        trained = self.trained_on - repeated
+        taken = self._before(trained) if repeated else self._next
+        extra = {"skipped": taken - trained, "has_left": self.left and not repeated, "plan": None, "left": False}
         try:
             return {**self._position.place(taken, read, self._ended and taken == read), **extra}
         except UnsupportedError as error:

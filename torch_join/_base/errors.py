@@ -153,8 +153,8 @@ def check_all_go_on(messages: Sequence[Sequence[str]], names: Sequence[int]) -> 
     """
     ended = [name for name, message in zip(names, messages, strict=True) if message == ENDS]
     if ended and len(ended) < len(messages):
-        begins = name_ranks(name for name in names if name not in ended)
+        starting = name_ranks(name for name in names if name not in ended)
         raise JoinError(
-            f"{name_ranks(ended).capitalize()} ended training, but {begins} started another loop or `with`. Usually"
+            f"{name_ranks(ended).capitalize()} ended training, but {starting} started another loop or `with`. Usually"
             f" the decision to stop was made in the loop's body, which finished ranks do not run. {DECIDE}"
         )

@@ -69,9 +69,9 @@ class Membership:
         sizes: Callable[[Any], int] = count_samples,
     ) -> None:
         self.group = group
-        alone = not dist.is_initialized()  # or `enable=False`
-        self.rank = 0 if alone else dist.get_rank(group)
-        self.global_ranks = [0] if alone else dist.get_process_group_ranks(group)
+        is_single = not dist.is_initialized()  # or `enable=False`
+        self.rank = 0 if is_single else dist.get_rank(group)
+        self.global_ranks = [0] if is_single else dist.get_process_group_ranks(group)
         self.world_size = len(self.global_ranks)
         self._sizes = sizes
         self.weigh(weighting, may_break)

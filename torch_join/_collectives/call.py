@@ -101,8 +101,8 @@ class TensorSpec(NamedTuple):
     def validate(self) -> None:
         """Raise a `ValueError` if no such tensor can exist."""
         # The product comes last: for many or long numbers it takes seconds, in which no other thread runs.
-        few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
-        if not few or math.prod(self.shape) > _MOST_ELEMENTS:
+        is_short = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
+        if not is_short or math.prod(self.shape) > _MOST_ELEMENTS:
             raise ValueError(f"no tensor has the shape {brief(self.shape)}")
         if self.sparse_dim is not None and not 0 <= self.sparse_dim <= len(self.shape):
             raise ValueError(f"{self.sparse_dim} sparse dimensions of {len(self.shape)}")

@@ -67,9 +67,9 @@ class Parting:
         Raises:
             JoinError: This is the rank's last step, and ranks that continue have not issued the collective in theirs.
         """
-        if not (operation.startswith(_TOGETHER) and (goes_on := self._unlike(True, waits))):
+        if not (operation.startswith(_TOGETHER) and (continuing := self._unlike(True, waits))):
             return
-        others = name_ranks(self._members.named(goes_on))
+        others = name_ranks(self._members.named(continuing))
         inner = " A forward of a DDP model with buffers needs all ranks: call the inner model, `ddp.module(x)`."
         raise JoinError(
             f"Rank {self._members.name} called {operation} after its last batch, but {others} continued without that"
@@ -87,9 +87,9 @@ class Parting:
         Raises:
             JoinError: This is the rank's last step, and ranks that continue do the opposite in theirs.
         """
-        if not (goes_on := self._unlike(syncs)):
+        if not (continuing := self._unlike(syncs)):
             return
-        rank, other = self._members.named((self._members.rank, goes_on[0]))
+        rank, other = self._members.named((self._members.rank, continuing[0]))
         ways = ("reduces gradients", "only accumulates them")
         own, others = ways if syncs else ways[::-1]
         raise JoinError(
@@ -106,15 +106,15 @@ class Parting:
         if self._members.rank not in self._ending:
             self._channel.keep(self._key, action)
             return []
-        goes_on = [rank for rank in self._members.active if rank not in self._ending]
-        if not waits or action in self._channel.ask(self._key, goes_on[:1], bool).values():
+        continuing = [rank for rank in self._members.active if rank not in self._ending]
+        if not waits or action in self._channel.ask(self._key, continuing[:1], bool).values():
             return []
         # They may be about to report the error with which they left the step.
         check, end = self._channel.failure_check(), time.monotonic() + _GRACE
         while time.monotonic() < end:
             check()
             time.sleep(0.01)
-        return goes_on
+        return continuing
 
     @property
     def _key(self) -> str:

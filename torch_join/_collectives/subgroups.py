@@ -80,23 +80,23 @@ class Subgroups:
             if self._speaks(name, active) and _in_part(ranks, active):
                 self._channel.post(f"sub/{name}/at/{self._channel.records}", self._counts[name])
 
-    def follow(self, of: Any, also: Callable[[], None] | None = None) -> Any:
+    def follow(self, of: Any, act: Callable[[], None] | None = None) -> Any:
         """Wait for the next record of the common log; meanwhile, take part in these groups' collectives.
 
         Args:
             of: The type of a record, whose last item is the active ranks.
-            also: Other work to do meanwhile, and once more when the record is there.
+            act: Other work to do meanwhile, and once more when the record is there.
         """
         number = self._channel.records
 
         def meanwhile() -> None:
             self._take_part(number)
-            if also is not None:
-                also()
+            if act is not None:
+                act()
 
-        record = self._channel.follow(meanwhile if self.groups or also is not None else None, of)
-        if also is not None:
-            also()
+        record = self._channel.follow(meanwhile if self.groups or act is not None else None, of)
+        if act is not None:
+            act()
         before_, self._active = self._active, record[-1]  # a rank that has joined since has posted its counts, too
         for name, ranks in self.groups.items():
             if _in_part(ranks, before_) or _in_part(ranks, self._active):

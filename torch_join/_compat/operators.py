@@ -346,9 +346,9 @@ def in_nested_backward() -> bool:
 
     The outer backward may run in a thread of autograd, where it has no frame, while another thread waits for it.
     """
-    here, waiting = threading.get_ident(), False
-    if all(thread.ident != here or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
-        waiting = any(frame.f_code is _ENGINE for thread, frame in _frames().items() if thread != here)
+    own, waiting = threading.get_ident(), False
+    if all(thread.ident != own or isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
+        waiting = any(frame.f_code is _ENGINE for thread, frame in _frames().items() if thread != own)
     return waiting + sum(frame.f_code is _ENGINE for frame in _all_callers(sys._getframe())) > 1
 
 

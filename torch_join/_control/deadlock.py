@@ -274,9 +274,9 @@ class Watch:
 
     def _check(self) -> float:
         """Check once; return the seconds until the next check."""
-        here, now = self._where(), time.monotonic()
-        if here.place.kind == "elsewhere" or here.state != self._state:
-            self._reset(here.state)
+        own, now = self._where(), time.monotonic()
+        if own.place.kind == "elsewhere" or own.state != self._state:
+            self._reset(own.state)
             return LOOKS_EVERY
         if not self._asks_from:
             self._asks_from = now
@@ -286,19 +286,19 @@ class Watch:
         call, called_at = self._stream.calls, self._stream.called_at
         if call > self._seen and now >= called_at + _ANSWERS_WITHIN and called_at > self._asks_from:
             self._seen = call
-            self._judge(here, now)
-        elif (here.passed or self._has_logged) and now >= max(called_at, self._asks_from) + self._pause:
+            self._judge(own, now)
+        elif (own.passed or self._has_logged) and now >= max(called_at, self._asks_from) + self._pause:
             with self._links.lock:
                 self._node.call_roll(self._number)
             pause = _ANSWERS_WITHIN
-        if here.place.kind != "meeting":
-            self._end_futile_wait(here)
+        if own.place.kind != "meeting":
+            self._end_futile_wait(own)
         return pause
 
-    def _end_futile_wait(self, here: Where) -> None:
+    def _end_futile_wait(self, own: Where) -> None:
         """End a wait that a reported failure makes futile: a wait in a circle, or for a rank that has raised."""
         me, names = self._node.rank, self._node.peers.global_ranks
-        streams = [stream for number, stream in [*self._node.streams.items()] if number in here.passed]
+        streams = [stream for number, stream in [*self._node.streams.items()] if number in own.passed]
         failures = [_codec.decode(stream.failure, tuple[int, str]) for stream in streams if stream.failure is not None]
         circle = self._reported or next((text for _, text in failures if text.startswith(DEADLOCK)), "")
         if circle:
@@ -308,10 +308,10 @@ class Watch:
             found = {rank: values[name] for rank in range(len(names)) if (name := f"{LEFT_AT}{rank}") in values}
             left = {rank: _codec.decode(value, Where) for rank, value in found.items() if rank != me}
             self._issued = _compat.issued(self._thread[0])
-            if waits_for(me, {**left, me: here._replace(issued=self._issued)}, names):
+            if waits_for(me, {**left, me: own._replace(issued=self._issued)}, names):
                 self._end_wait(f"{name_ranks([names[failures[0][0]]]).capitalize()} failed: {failures[0][1]}", left)
 
-    def _judge(self, here: Where, now: float) -> None:
+    def _judge(self, own: Where, now: float) -> None:
         """Judge the answers, and report a deadlock to all ranks."""
         me, names = self._node.rank, self._node.peers.global_ranks
         places = self._places()
@@ -319,7 +319,7 @@ class Watch:
         if me in stuck:
             states = {rank: places[rank].state for rank in stuck}
             # A rank outside a meeting reports first: it must log the error before other ranks end its wait.
-            is_first = here.place.kind != "meeting" or all(places[rank].place.kind == "meeting" for rank in stuck)
+            is_first = own.place.kind != "meeting" or all(places[rank].place.kind == "meeting" for rank in stuck)
             then, before = self._before
             self._pause = _AGAIN
             if states != before:

@@ -69,7 +69,7 @@ STORE = Check("store", reach_store, judge_store, seconds=35.0, remedy=_REMEDY)
 
 def add_up(job: Job) -> dict[str, Any]:
     """Create the process group, unless there is one, and sum a tensor over all ranks."""
-    there = _choose_device(job)
+    seen = _choose_device(job)
     if not dist.is_initialized():
         kind = dist.get_default_backend_for_device(job.device)
         dist.init_process_group(kind, store=job.store, rank=job.rank, world_size=job.world_size, timeout=TIMEOUT)
@@ -86,19 +86,19 @@ def add_up(job: Job) -> dict[str, Any]:
     if job.device.type != "cpu":
         name = getattr(torch.get_device_module(job.device), "get_device_name", str)(job.device)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None  # type: ignore[no-untyped-call]
-    found = {"device": str(job.device), "name": name, "there": there, "backend": backend, "nccl": nccl}
+    found = {"device": str(job.device), "name": name, "there": seen, "backend": backend, "nccl": nccl}
     return {**found, "ms": _milliseconds(act)}
 
 
 def _choose_device(job: Job) -> int:
     """Choose an accelerator if each rank has its own, else the CPU; return how many this rank sees."""
-    there = torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator() if there else None  # without any, older torch (2.6) raises
+    seen = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator() if seen else None  # without any, older torch (2.6) raises
     if kind is None or dist.get_default_backend_for_device(kind.type) == "gloo":
-        kind, there = None, 0
+        kind, seen = None, 0
     # The name of the only visible one, which is unique over all hosts.
-    only = getattr(torch.cuda.get_device_properties(0), "uuid", "") if there == 1 and torch.cuda.is_available() else ""
-    offer = [kind.type if kind else "cpu", there >= job.local_world_size, str(only)]
+    only = getattr(torch.cuda.get_device_properties(0), "uuid", "") if seen == 1 and torch.cuda.is_available() else ""
+    offer = [kind.type if kind else "cpu", seen >= job.local_world_size, str(only)]
     offers = job.collect("devices", offer, TIMEOUT.total_seconds())
     if len(offers) < job.world_size:
         raise TimeoutError("other ranks did not come to this check")
@@ -107,7 +107,7 @@ def _choose_device(job: Job) -> int:
     if len({*kinds}) == 1 and kind is not None and (are_own or all(are_enough)):
         job.device = torch.device(kind.type, 0 if are_own else job.local_rank)
         torch.get_device_module(job.device).set_device(job.device)
-    return there
+    return seen
 
 
 def judge_backend(by_rank: Sequence[dict[str, Any]]) -> Finding:

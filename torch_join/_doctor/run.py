@@ -117,9 +117,9 @@ def _launch(is_json: bool) -> int:
     except ChildFailedError as error:
         if all(failure.exitcode != _REPORTED for failure in error.failures.values()):
             rank, first = error.get_first_failure()
-            how = f"exit code {first.exitcode}" if first.exitcode >= 0 else f"signal {first.signal_name()}"
+            ending = f"exit code {first.exitcode}" if first.exitcode >= 0 else f"signal {first.signal_name()}"
             remedy = "What it has written to stderr says more."
-            ranks = Finding("ranks", "failed", f"rank {rank} ended with {how}", remedy, is_broken=True)
+            ranks = Finding("ranks", "failed", f"rank {rank} ended with {ending}", remedy, is_broken=True)
             print(document([ranks], torch_join=__version__, world_size=_RANKS) if is_json else ranks.line)
         return 1
     return 0

@@ -157,7 +157,7 @@ class Audit:
             state = _described(self._state(settled=True), exact=False)
             state["gradients"] = self._gradients() if has_gradients else {}
             if left:
-                state = {f"{which}, after a break": items for which, items in state.items()}
+                state = {f"{key}, after a break": items for key, items in state.items()}
             found, *_ = _differences(channel, {**state, "found": {}}, {})
             self._warn(
                 channel,

@@ -116,15 +116,15 @@ class UnsyncedBuffers:
 
     def _modules(self, all_of_them: bool = False) -> dict[str, tuple[nn.Module, Buffers]]:
         found: dict[str, tuple[nn.Module, Buffers]] = {}
-        for index, (model, which) in enumerate(self._unsynced):
+        for index, (model, names) in enumerate(self._unsynced):
             # Metrics sync their states themselves when needed, and SyncBatchNorm's buffers are handled elsewhere.
-            apart = {id(part) for module in model.modules() if is_metric(module) for part in module.modules()}
+            skipped = {id(part) for module in model.modules() if is_metric(module) for part in module.modules()}
             for path, module in model.named_modules():
-                if id(module) in apart or isinstance(module, nn.SyncBatchNorm):
+                if id(module) in skipped or isinstance(module, nn.SyncBatchNorm):
                     continue
                 own = dict(module.named_buffers(recurse=False))
-                if which is not None:
-                    own = {name: b for name, b in own.items() if f"{path}.{name}".removeprefix(".") in which}
+                if names is not None:
+                    own = {name: b for name, b in own.items() if f"{path}.{name}".removeprefix(".") in names}
                 if all_of_them or (own and all(flaw(buffer) is None for buffer in own.values())):
                     found[f"model {index} ({type(model).__name__}): {path}"] = module, own
         return found

@@ -86,14 +86,14 @@ def check(reports: Sequence[ExitReport], names: Sequence[int], rank: int) -> Non
     changed = {rank: objects for rank in early if (objects := reports[rank][1])}
     if inside and changed:
         what = "; ".join(dict.fromkeys(name for objects in changed.values() for name in objects))
-        ranks, others = (name_ranks(names[rank] for rank in which) for which in (changed, inside))
+        ranks, others = (name_ranks(names[rank] for rank in group) for group in (changed, inside))
         raise JoinError(
             f"{ranks[0].upper()}{ranks[1:]} left the loop with `break` and then changed {what} while {others} were"
             " still in the loop, so the change would be lost or applied twice. Make it before the `break`, after"
             " another loop over join.batches, or after the `with`."
         )
     if inside and unknown and rank == 0:
-        ranks, others = (name_ranks(names[rank] for rank in which) for which in (unknown, inside))
+        ranks, others = (name_ranks(names[rank] for rank in group) for group in (unknown, inside))
         JoinDriftWarning.warn(
             f"Join cannot tell whether {ranks} changed any state after its last batch, because its loop's iterator"
             f" was held in a variable. {others}, still in the loop, would repeat or undo such a change. Loop with"

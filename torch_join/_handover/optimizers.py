@@ -148,8 +148,8 @@ def _load(optimizers: list[Any], loads: list[tuple[Any, Any]]) -> None:
     ]
     for one in optimizers:
         for name, value in list(vars(one).items()):
-            for there, old in new:
-                if value is there:
+            for container, old in new:
+                if value is container:
                     vars(one)[name] = old
 
 

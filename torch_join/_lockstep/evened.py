@@ -199,25 +199,25 @@ class Evened:
             yield from self._planned(reader, plan, batch)
             return
         rank, step = self._channel.rank, 0
-        active = tuple(rank for rank, (has, *_) in enumerate(beginnings) if has)
+        active = tuple(rank for rank, (has_batch, *_) in enumerate(beginnings) if has_batch)
         lengths = [length for _, length, _ in beginnings]
         while active:
             if throws and len(active) < self._channel.world_size:
                 raise early_termination(rank, rank not in active)
-            goes_on, total = batch is not _END and reader.goes_on, 0.0
+            continues, total = batch is not _END and reader.goes_on, 0.0
             if self._count is not None or None in lengths:
-                answers = self._channel.gather((goes_on, counted), of=tuple[bool, float])
-                going_on = tuple(rank for rank, (goes, _) in enumerate(answers) if goes)
+                answers = self._channel.gather((continues, counted), of=tuple[bool, float])
+                next_active = tuple(rank for rank, (continues, _) in enumerate(answers) if continues)
                 total = math.fsum(number for _, number in answers)
             else:
-                going_on = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
-                if goes_on != (rank in going_on):
+                next_active = tuple(rank for rank, length in enumerate(lengths) if step + 1 < (length or 0))
+                if continues != (rank in next_active):
                     raise JoinError(
                         f"The dataloader of rank {rank} reported {lengths[rank]} batches but yielded"
-                        f" {'more' if goes_on else 'fewer'}. Fix its length."
+                        f" {'more' if continues else 'fewer'}. Fix its length."
                     )
-            yield batch, ReadStep(active, not going_on, counted, total, reader.trained_on)
-            active, step = going_on, step + 1
+            yield batch, ReadStep(active, not next_active, counted, total, reader.trained_on)
+            active, step = next_active, step + 1
             batch, counted = self._take(reader) if batch is not _END else (_END, 0.0)
 
     def _take(self, reader: Reader[Any], plan: Rebalancer | None = None) -> tuple[Any, float]:
@@ -249,10 +249,10 @@ class Evened:
 
     def _begin(self, loader: EvenedLoader, batch: Any, certain: int | None) -> Sequence[Beginning]:
         """Start a loader, with this rank's first batch; all ranks meet. Return all ranks' `Beginning`s."""
-        has = batch is not _END
-        beginnings = self._begin_loop((has, certain, loader.stand_in is None and not has))
+        has_batch = batch is not _END
+        beginnings = self._begin_loop((has_batch, certain, loader.stand_in is None and not has_batch))
         lacking = [rank for rank, (*_, lacks) in enumerate(beginnings) if lacks]
-        source = next((rank for rank, (has, *_) in enumerate(beginnings) if has), None)
+        source = next((rank for rank, (has_batch, *_) in enumerate(beginnings) if has_batch), None)
         if lacking and source is not None:
             # These ranks need only an empty batch of the same kind, except for placeholders.
             template = None

@@ -160,10 +160,10 @@ def check_monitored(monitored: Sequence[bool]) -> None:
         JoinValueError: Some ranks have a monitor, and others do not.
     """
     if any(monitored) and not all(monitored):
-        having = name_ranks(rank for rank, has in enumerate(monitored) if has)
+        owners = name_ranks(rank for rank, has in enumerate(monitored) if has)
         lacking = name_ranks(rank for rank, has in enumerate(monitored) if not has)
         raise JoinValueError(
-            f"A JoinMonitor is among the callbacks of {having}, but not of {lacking}. Use it on all ranks or on none,"
+            f"A JoinMonitor is among the callbacks of {owners}, but not of {lacking}. Use it on all ranks or on none,"
             " because the ranks exchange their measurements."
         )
 

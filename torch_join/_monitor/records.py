@@ -175,8 +175,8 @@ class EpochRecord:
 
     def __str__(self) -> str:
         batches = [rank.batches for rank in self.ranks]
-        few = len(batches) <= MOST_RANKS
-        numbers = ", ".join(map(str, batches)) if few else f"{min(batches)} to {max(batches)}"
+        is_short = len(batches) <= MOST_RANKS
+        numbers = ", ".join(map(str, batches)) if is_short else f"{min(batches)} to {max(batches)}"
         text = f"Epoch {self.epoch}: {sum(batches)} batches ({numbers} on {len(batches)} rank{'s'[: len(batches) - 1]})"
         if self.donated:
             size = self.donated_bytes / 1e6
@@ -185,7 +185,7 @@ class EpochRecord:
         if not joined:
             return f"{text} in {self.seconds:.1f} s, no rank joined."
         first_to_last = [f"rank {n} at batch {self.ranks[n].joined_at} after {s:.1f} s" for s, n in sorted(joined)]
-        if not few and len(first_to_last) > 2:
+        if not is_short and len(first_to_last) > 2:
             first_to_last = [first_to_last[0], f"{len(first_to_last) - 2} more", first_to_last[-1]]
         idle = f"{self.idle_share:.0%} of rank-seconds idle"
         return f"{text} in {self.seconds:.1f} s, {idle}. Joined: {', '.join(first_to_last)}."

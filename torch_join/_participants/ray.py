@@ -116,13 +116,13 @@ class RayParticipant(Participant):
 
     def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tail_log.meet():
-            instead = "Call it after the loop."
+            advice = "Call it after the loop."
             if name == "report":
-                instead = "Pass a torch_join.ray.Report() to Join and call that instead, or report after the loop."
+                advice = "Pass a torch_join.ray.Report() to Join and call that instead, or report after the loop."
             raise UnsupportedError(
                 f"{_compat.WAITS_FOR_ALL[name]} was called in a step for which"
                 f" {name_ranks(self.members.joined_names)} had no batch. The call waits for all workers, but a"
-                f" finished worker does not run the loop's body. {instead}"
+                f" finished worker does not run the loop's body. {advice}"
             )
         return function(*args, **kwargs)
 

@@ -51,10 +51,10 @@ class UnregisteredModelParticipant(Participant):
 
     def _watch(self, ddp: DistributedDataParallel) -> None:
         world = dist.get_process_group_ranks(self.members.group)
-        here = set(dist.get_process_group_ranks(ddp.process_group))
+        group_ranks = set(dist.get_process_group_ranks(ddp.process_group))
 
         def trains(*_: Any) -> None:
-            joined = sorted(here.intersection(world[rank] for rank in self.members.joined_ranks))
+            joined = sorted(group_ranks.intersection(world[rank] for rank in self.members.joined_ranks))
             if joined and ddp.require_backward_grad_sync:
                 raise missing_model(joined)
 

@@ -82,14 +82,14 @@ class ShardedOptimizerParticipant(Participant):
         for rank in self.members.joined_ranks:
             shard = _compat.zero_shard(self.zero, rank)
             if rank == self.members.rank:
-                for parameter, has in zip(shard, present[rank], strict=True):
-                    if not has:
+                for parameter, is_present in zip(shard, present[rank], strict=True):
+                    if not is_present:
                         parameter.grad = None
                     elif parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                 self._exchange([*(p.grad for p in shard if p.grad is not None), *(p.detach() for p in shard)])
             else:
-                shapes = [*(p for p, has in zip(shard, present[rank], strict=True) if has), *shard]
+                shapes = [*(p for p, is_present in zip(shard, present[rank], strict=True) if is_present), *shard]
                 self._exchange([torch.zeros_like(p) for p in shapes])
         with _compat.without_step_hooks(self.zero):  # the active ranks' hooks ran before they sent
             self.zero.step()

@@ -165,8 +165,8 @@ def reuses_workers(loader: Any, now: bool = True) -> bool:
     """Whether the workers of the last epoch read the next one: `now`, or only if that epoch had run in this process."""
     if isinstance(loader, SideBySide):
         return any(reuses_workers(each, now) for each in loader.loaders)
-    stays = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
-    return stays and not is_stateful(loader) and (loader._iterator is not None) is now
+    is_persistent = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+    return is_persistent and not is_stateful(loader) and (loader._iterator is not None) is now
 
 
 def _as_integers(array: Any) -> Tensor:

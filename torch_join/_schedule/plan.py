@@ -121,10 +121,10 @@ class Plan:
 
     def _as_read(self) -> list[int]:
         """Return these counts if some lengths are unknown: ranks send at most the batches that they have read."""
-        has = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
-        counts = [min(1, number) for number in has]
+        read = [min(ahead, most) for ahead, most in zip(self.ahead, self._most, strict=True)]
+        counts = [min(1, number) for number in read]
         for _ in range(counts.count(0) - len(self._gone)):
-            senders = [rank for rank, count in enumerate(counts) if 0 < count < has[rank]]
+            senders = [rank for rank, count in enumerate(counts) if 0 < count < read[rank]]
             if not senders:
                 break
             order = [(self.left[rank] is not None, counts[rank], -(self.left[rank] or 0), rank) for rank in senders]

@@ -154,10 +154,10 @@ class Position:
         """
         if self._at_end is not None:
             return self._at_end
-        state, again, now = None, 0, own_drawing(self._loader, self._drawn)
+        state, repeated, now = None, 0, own_drawing(self._loader, self._drawn)
         if self._stateful and (read > taken or (self._states and self._states[-1][0] == read)):
             kept, state, now = next(found for found in reversed(self._states) if found[0] <= taken)
-            again = taken - kept + (ended and kept == read)  # include the read that has found the end
+            repeated = taken - kept + (ended and kept == read)  # include the read that has found the end
             if isinstance(state, Exception):
                 raise state
         elif self._stateful:
@@ -179,7 +179,7 @@ class Position:
             "now": now,
             "epochs": epochs_of(self._parts),
             "state": state,
-            "again": again,  # how many batches to read and drop after the state is loaded
+            "again": repeated,  # how many batches to read and drop after the state is loaded
         }
 
     @property
@@ -253,11 +253,11 @@ class Position:
             epochs = told_epochs(loader, drawing(loader))  # for the next loop
             with drawn_as(loader, place["begun"]):
                 loader.load_state_dict(deepcopy(place["state"]))
-                begins = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
+                reads_first = not (hasattr(loader, "next_iter_state") or isinstance(loader, SideBySide))
                 with suppress(StopIteration):  # the iterator may already be the next epoch's, with fewer batches
                     with resumed_at(self._parts, place["epochs"], place["taken"]):
                         iterator = iter(loader)
-                    read_past(iterator, max(place["again"], begins))  # some start only at a read
+                    read_past(iterator, max(place["again"], reads_first))  # some start only at a read
             begin_anew(self._parts, place["epochs"])
             for thing, epoch in epochs:
                 if has_epoch(thing):

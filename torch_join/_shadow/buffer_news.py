@@ -29,8 +29,8 @@ class Buffer(NamedTuple):
 
     def validate(self) -> None:
         """Raise a `ValueError` if no such buffer can exist."""
-        few = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
-        if not few or math.prod(self.shape) > _MOST_ELEMENTS:
+        is_short = len(self.shape) <= 64 and all(0 <= length <= _MOST_ELEMENTS for length in self.shape)
+        if not is_short or math.prod(self.shape) > _MOST_ELEMENTS:
             raise ValueError(f"no buffer has the shape {brief(self.shape)}")
 
 

@@ -211,10 +211,10 @@ class Attendance(Driver):
     @property
     def _steps_elsewhere(self) -> bool:
         """Whether a thread other than the one that runs the steps asks for batches, so that a step may be running."""
-        here = threading.get_ident()
+        thread = threading.get_ident()
         # Before a rank's first forward, assume that its steps run in the thread that entered the `with`.
-        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else here
-        return self.loop is not None and self.in_loop and here != steps_in
+        steps_in = self._steps_in if self._steps_in is not None else self._entered_in if self._is_under_way else thread
+        return self.loop is not None and self.in_loop and thread != steps_in
 
     # ------------------------------------------------------------ the end of a loop
 
@@ -384,11 +384,11 @@ class Attendance(Driver):
             each.note_backward((self.loops, self.step_number), syncs=False)
 
     def before_backward(self, model: int, loop: int = 0) -> None:
-        here = self.loop
-        if here is None:
+        current = self.loop
+        if current is None:
             return
-        if self.place is Place.LOOP and loop == here.number:
-            here.trains.add(model)
+        if self.place is Place.LOOP and loop == current.number:
+            current.trains.add(model)
             if self.step_number <= (synced := self.tail_log.synced[model]).last + 1:
                 synced.last = self.step_number
             else:
@@ -402,6 +402,6 @@ class Attendance(Driver):
                     " join.batches that has ended. The other ranks have moved on, so its gradients would be averaged"
                     " with those of later backwards. Run each batch's backward before you request the next batch."
                 )
-        elif not self.in_loop and here.reads_ahead and model in here.trains and here.uneven:
+        elif not self.in_loop and current.reads_ahead and model in current.trains and current.uneven:
             with self.tail_log.telling():
                 raise _nesting.read_ahead(self.members.name)

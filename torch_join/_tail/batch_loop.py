@@ -100,11 +100,11 @@ class BatchLoop:
         driver, log, members = self.driver, self.driver.tail_log, self.driver.members
         for model in log.models():
             model.check_can_train(self.reader.has_next)
-        how = _ASKS if self.asked else _UNASKED if self.reader.has_next() else _EMPTY
+        way = _ASKS if self.asked else _UNASKED if self.reader.has_next() else _EMPTY
         given = driver.tail.given if driver.begins_with_loop else []
         length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
         called = name + (" with placeholders" if placeholder is not None else "")
-        begin = length, hyperparameters(driver.given), how, given, self._resumes_at, called, dealt_samples
+        begin = length, hyperparameters(driver.given), way, given, self._resumes_at, called, dealt_samples
         answers = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
         lengths, hyper, ways, all_given, steps, loops, dealt, synced = zip(*answers, strict=True)
         log.warn_if_mixed(synced)
@@ -245,13 +245,13 @@ class BatchLoop:
             if lengths and lengths[rank] == next_step and any(n is None or n > next_step for n in lengths):
                 driver.tail.note()  # this step is expected to be the last one on this rank, but not on all
             return True
-        goes_on: bool = driver.go_on()
-        if goes_on and rank in driver.step.ending and not driver.step.is_last:
+        is_active: bool = driver.go_on()
+        if is_active and rank in driver.step.ending and not driver.step.is_last:
             driver.tail.note()
         schedule.check(number)
         if schedule.lengths is not None and driver.is_even:
             self._even_until = min(schedule.lengths) - 1  # the last step of the rank with the fewest batches
-        return goes_on
+        return is_active
 
     def status(self) -> tuple[int, list[int]] | None:
         """See `Status`; called from another thread."""

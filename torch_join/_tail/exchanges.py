@@ -96,9 +96,9 @@ class PositionExchange(Participant):
             ahead = any(other[0] > own[0] for other, own in zip(status.models, own_status.models, strict=False))
             if waits or ahead:
                 gone.add(rank)
-        if again := gone & before:
+        if confirmed := gone & before:
             raise JoinError(
-                f"{name} was called on rank {self.members.name}, but {name_ranks(self.members.named(again))}"
+                f"{name} was called on rank {self.members.name}, but {name_ranks(self.members.named(confirmed))}"
                 " continued without the call. Call it on all active ranks at the same step, and write the file on one"
                 " of them (`state = join.state_dict()`, then `if rank == min(join.active_ranks): torch.save(...)`)."
             )

@@ -107,10 +107,10 @@ class PlaceholderLoop(Reader[Any]):
 
     def has_next(self, ahead: int = 1) -> bool:
         if self.lengths is not None:
-            goes_on = self._next + ahead <= max(self.lengths)
-            if not goes_on and self._source.has_next():  # this call also lets the iterator reach its end
+            continues = self._next + ahead <= max(self.lengths)
+            if not continues and self._source.has_next():  # this call also lets the iterator reach its end
                 raise wrong_length(self._members.name, self.lengths[self._members.rank], self._next, True)
-            return goes_on
+            return continues
         if not self._has_begun:
             self._begin()
         return self._source.has_next() or bool(self.receive().active_ranks)
@@ -119,17 +119,17 @@ class PlaceholderLoop(Reader[Any]):
         if not self._has_begun:
             self._begin()
         self._has_begun = False
-        number, rank, has = self._next, self._members.rank, self._source.has_next()
+        number, rank, has_batch = self._next, self._members.rank, self._source.has_next()
         if number > self._first:
             self.losses.note_asked()
         if self._throws and len(self.receive().active_ranks) < self._members.world_size:
-            raise early_termination(rank, not has)
-        if has:
+            raise early_termination(rank, not has_batch)
+        if has_batch:
             self._last = self._source.take()
         if number == self._first and len(active := self.receive().active_ranks) < self._members.world_size:
             self._share(active[0])
-        batch = self._last if has else make_placeholder(self._kind, self._last)
-        self.losses.begin(number, not has, batch)
+        batch = self._last if has_batch else make_placeholder(self._kind, self._last)
+        self.losses.begin(number, not has_batch, batch)
         self._next += 1
         return batch
 
@@ -137,17 +137,17 @@ class PlaceholderLoop(Reader[Any]):
         """Start the next step: send this rank's count and, unless lengths are certain, whether it has a batch."""
         self.losses.before = self.receive().active_ranks or self.losses.before
         self._has_begun = True
-        rank, has = self._members.rank, self._source.has_next()
+        rank, has_batch = self._members.rank, self._source.has_next()
         number = self._number = self._next  # the step of the exchange
-        self._counted = self._source.count(self._count) if has and self._count is not None else 0.0
+        self._counted = self._source.count(self._count) if has_batch and self._count is not None else 0.0
         if self.lengths is not None:
-            if has != (number < self.lengths[rank]):
-                raise wrong_length(self._members.name, self.lengths[rank], number, has)
+            if has_batch != (number < self.lengths[rank]):
+                raise wrong_length(self._members.name, self.lengths[rank], number, has_batch)
             active = tuple(rank for rank, length in enumerate(self.lengths) if number < length)
             self.step = ReadStep(active, number + 1 >= max(self.lengths))
             self._note(active, number)
         if self.lengths is None or self._count is not None:
-            notice = None if has and not self._source.at_last else {"last": True} if has else {"end": True}
+            notice = None if has_batch and not self._source.at_last else {"last": True} if has_batch else {"end": True}
             self._channel.arrive(self._counted, notice)
             self._has_arrived = True
 
@@ -263,9 +263,9 @@ class Together(Schedule):
     """Gives all ranks the same number of steps; each step's exchange shows whether there is another one."""
 
     def begin(self, step: int) -> bool:
-        goes_on = self._reader.has_next()
+        has_next = self._reader.has_next()
         self._current.is_last, self._current.ending = False, ()
-        self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if goes_on else ())
+        self._tail_log.change(tuple(range(self._tail_log.members.world_size)) if has_next else ())
         return True
 
 

@@ -98,9 +98,9 @@ def _have_changed(waiting: list[Any], held: list[Any], content: Callable[[Any], 
     if all(map(_are_same, now, held)):
         return False
     # A batch may compute a value at each access, with a new result every time: the loader has not changed it.
-    again = [content(leaf) for leaf in _leaves(waiting)]
+    current = [content(leaf) for leaf in _leaves(waiting)]
     return any(
-        _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, again, held, strict=False)
+        _are_same(*twice) and not _are_same(twice[0], was) for *twice, was in zip(now, current, held, strict=False)
     )
 
 

@@ -52,8 +52,8 @@ class Remarks:
         SEEN["tails"] += 1
         if SEEN["tails"] == 1 and self._speaks:
             finished = name_ranks(self._members.named(self._ended)).capitalize()
-            have, still = "has" if len(self._ended) == 1 else "have", f"{len(active)} of {len(world)} ranks"
-            self._log(f"{finished} {have} run out of batches; {still} still have batches. {self._weight(len(active))}")
+            have, rest = "has" if len(self._ended) == 1 else "have", f"{len(active)} of {len(world)} ranks"
+            self._log(f"{finished} {have} run out of batches; {rest} still have batches. {self._weight(len(active))}")
 
     def end(self, step: int) -> None:
         """Note the end of a loop that has trained; `step` is the number of the step that would have come next."""

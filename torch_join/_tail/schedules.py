@@ -125,9 +125,9 @@ class Certain(Schedule):
             raise_any(self._tail_log.channel.failure())
 
 
-def wrong_length(rank: int, length: int, step: int, goes_on: bool) -> JoinValueError:
+def wrong_length(rank: int, length: int, step: int, has_next: bool) -> JoinValueError:
     """Return the error for a loader whose length, taken as certain, proves wrong at a step."""
-    does = "goes on after that" if goes_on else f"ended after {step} batches"
+    does = "goes on after that" if has_next else f"ended after {step} batches"
     return JoinValueError(
         f"The loader of rank {rank} reported the length {length} but {does}, which the other ranks cannot detect in"
         " time. Fix its sampler, do not change the sampler in the loop, or use Join(..., may_break=True)."

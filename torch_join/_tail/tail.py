@@ -176,8 +176,8 @@ class Tail:
         self._recorded_at = -1
         self.tail_log.members.last_joiner = True
         if self.tail_log.members.announces:
-            still = self._began_at == step and self.tail_log.still
-            self._hand_over(self.tail_log.end_tail(still), still)
+            silent = self._began_at == step and self.tail_log.is_silent
+            self._hand_over(self.tail_log.end_tail(silent), silent)
         elif has_run and self._options.audit is True:
             self._audit.even(self.tail_log.channel, self._has_synced, self.early_exit is not None)
         self.tail_log.members.all_active()
@@ -199,13 +199,13 @@ class Tail:
         self._audit.forgotten.leave(has_run)
         self.tail_log.join()
         with on_device(self.tail_log.members.group):
-            closing_messages, leader, in_pieces, still = self.tail_log.follow(END)
+            closing_messages, leader, in_pieces, silent = self.tail_log.follow(END)
         self.tail_log.backwards.in_pieces = in_pieces or self.tail_log.backwards.in_pieces
         self.tail_log.change(())
         # The last announcement may have named another leader: ranks may have left since without announcing anything.
         members.follow_leader(leader)
         members.last_joiner = False
-        self._hand_over(closing_messages, still)
+        self._hand_over(closing_messages, silent)
         members.all_active()
 
     def compare_steps(self, steps: Steps, is_late: bool) -> None:
@@ -224,7 +224,7 @@ class Tail:
         untouched = self.early_exit is None or self.early_exit.changed() == []
         self._audit.begin(self.tail_log.members.joined_names, at_top, untouched)
 
-    def _hand_over(self, closing_messages: list[Any], still: bool) -> None:
+    def _hand_over(self, closing_messages: list[Any], silent: bool) -> None:
         members = self.tail_log.members
         # Ignore a joined rank's own value: as a shadow it has synced its accumulated gradients.
         has_synced = self._has_synced or not members.leads
@@ -238,7 +238,7 @@ class Tail:
                 for finish in filter(None, finishers):
                     finish()
 
-            if still:  # all left at the same step, and those that left by `break` may have changed state since then
+            if silent:  # all left at the same step, and those that left by `break` may have changed state since then
                 end()
                 self._audit.forget()
             else:

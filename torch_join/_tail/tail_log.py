@@ -93,7 +93,7 @@ class TailLog(Announcer):
         self.on_all = 0
         self.has_to_meet = False
         self.raised: BaseException | None = None  # in `telling`
-        self.still = False  # whether nothing has been announced since the tail started
+        self.is_silent = False  # whether nothing has been announced since the tail started
         self._counts = False  # whether `agreement` compares this rank's announcements with other active ranks'
         self.backwards.reset()
         self.tap = self._new_tap()
@@ -183,7 +183,7 @@ class TailLog(Announcer):
         return not (self.meet() or self.tap.installed)
 
     def announce(self, index: int, kind: str, payload: Any = None, hold: bool = False) -> None:
-        self.still = False
+        self.is_silent = False
         if self.meet():
             self._unwritten.append(self.agreement.note((index, kind, payload), self.members.leads, self.in_window))
             self._is_due = True
@@ -191,7 +191,7 @@ class TailLog(Announcer):
                 self.flush()
 
     def announce_alone(self, index: int, kind: str, payload: Any, hold: bool = False) -> None:
-        self.still = False
+        self.is_silent = False
         if not self.in_window:
             self.announce(index, kind, payload, hold)
         elif self.meet() and self.members.leads:
@@ -269,20 +269,20 @@ class TailLog(Announcer):
         self._subgroups.find(self.members.before)
         self.agreement.begin()
         self.announce(-1, TAIL, [each.synced - each.deferred for each in self.models()])
-        self.still = True
+        self.is_silent = True
         for each in self.participants:
             each.enter_tail()
         self.tap.install()
 
-    def end_tail(self, still: bool = False) -> list[Any]:
+    def end_tail(self, silent: bool = False) -> list[Any]:
         """Announce the end of the tail, on the last active ranks; return the closing messages.
 
         Args:
-            still: Whether no rank has run a step in the tail.
+            silent: Whether no rank has run a step in the tail.
         """
         messages = [each.closing_message() for each in self.participants]
         self._subgroups.mark(self.members.before)
-        end = -1, END, (messages, self.members.leader, self.in_pieces, still)
+        end = -1, END, (messages, self.members.leader, self.in_pieces, silent)
         self.channel.append(([end], ()), leads=self.members.leads)
         self.leave_tail()
         return messages

@@ -103,8 +103,8 @@ class Tree:
         If this rank left earlier, the other end would report that it was killed.
         """
         self.links.flush()
-        if (stays := self.node.stays_until - time.monotonic()) > 0:  # even `sleep(0)` would yield the core
-            time.sleep(stays)
+        if (remaining := self.node.stays_until - time.monotonic()) > 0:  # even `sleep(0)` would yield the core
+            time.sleep(remaining)
 
     def open(self) -> tuple[int, ChannelState]:
         """Open the next stream, with any messages that came early; return its number, equal on all ranks, and state."""

@@ -53,12 +53,12 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
     set_up = SetUp(group, timeout)
     set_up.meet()
     rank, names = set_up.rank, set_up.peers.global_ranks
-    here: _Here = (this_host(), *this_process(), secrets.token_hex(32))
-    by_rank = set_up.exchange(here, of=_Here)
+    own: _Here = (this_host(), *this_process(), secrets.token_hex(32))
+    by_rank = set_up.exchange(own, of=_Here)
     set_up.peers.processes = {
         peer: Process(pid, began)
         for peer, (host, pid, began, _) in enumerate(by_rank)
-        if host == here[0] and peer != rank and pid
+        if host == own[0] and peer != rank and pid
     }
     secret = bytes.fromhex(by_rank[0][-1])
     layout = Layout([host for host, *_ in by_rank], rank)
@@ -76,7 +76,7 @@ def wire(group: dist.ProcessGroup, timeout: timedelta) -> Tree:
         # A rank sends its error in the next exchange, so that all ranks raise it.
         try:
             if layout.children:
-                is_own = all(by_rank[child][0] == here[0] for child in layout.children)
+                is_own = all(by_rank[child][0] == own[0] for child in layout.children)
                 listener = _listen(is_own, _compat.is_of_gloo(group))
                 where = _where(listener)
         except Exception as error:

@@ -178,10 +178,10 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
         self._gradients.clear()
         return of_engine, {**kwargs, **dict(zip(("set_to_none",), args, strict=False))}
 
-    def _checkpoint(self, which: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _checkpoint(self, method_name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.members.serves or self.is_inside:
             return original(*args, **kwargs)
-        with self.tail_log.together(partial(self.announce_open, "checkpoint", (which, args, kwargs))):
+        with self.tail_log.together(partial(self.announce_open, "checkpoint", (method_name, args, kwargs))):
             return original(*args, **kwargs)
 
     # ------------------------------------------------------------ on a joined rank
@@ -210,11 +210,11 @@ class LoopEngineParticipant(EngineParticipant, LoopModel):
             of_engine, options = payload
             (engine if of_engine else optimizer).zero_grad(**options)
         elif kind == "checkpoint":
-            which, args, kwargs = payload
-            if which not in _CHECKPOINTS:
-                raise foreign("a record of an engine", f"a call of {which!r}")
+            name, args, kwargs = payload
+            if name not in _CHECKPOINTS:
+                raise foreign("a record of an engine", f"a call of {name!r}")
             with self.tail_log.on_all_ranks():
-                getattr(engine, which)(*args, **kwargs)
+                getattr(engine, name)(*args, **kwargs)
         else:
             super().mirror(kind, payload)
 

@@ -59,17 +59,17 @@ class ClippingParticipant(Participant):
         foreach: bool | None = None,
     ) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        which = _places(given, [parameter.grad for parameter in self._parameters])
-        if not which:
+        places = _places(given, [parameter.grad for parameter in self._parameters])
+        if not places:
             return self._own_norm(given, norm_type, error_if_nonfinite, foreach)
         if self.is_quiet():  # older torch adds its epsilon to each rank's part of a norm
             return _compat.replicated(self._own_norm(given, norm_type, error_if_nonfinite, foreach))
-        if len(which) < len(given):
+        if len(places) < len(given):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ got sharded and other gradients together after some rank finished."
                 " That rank holds only a part of the sharded ones. Clip each model separately."
             )
-        self.announce("norm", (which, float(norm_type), foreach, [model.check() for model in self._sharded]))
+        self.announce("norm", (places, float(norm_type), foreach, [model.check() for model in self._sharded]))
         with self.tail_log.own_collectives():
             self._norm = _compat.replicated(self._own_norm(given, norm_type, False, foreach))
         if error_if_nonfinite:  # older torch checks a part of the norm, with collectives that joined ranks do not make
@@ -80,8 +80,8 @@ class ClippingParticipant(Participant):
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        which = _places([p for p in given if p.grad is not None], self._parameters)
-        if not which or self.is_quiet():
+        places = _places([p for p in given if p.grad is not None], self._parameters)
+        if not places or self.is_quiet():
             self._own_scale(given, max_norm, total_norm, foreach)
             return
         if total_norm is not self._norm:
@@ -89,7 +89,7 @@ class ClippingParticipant(Participant):
                 "torch.nn.utils.clip_grads_with_norm_ got a different norm than the last one computed, while some"
                 " rank has finished and did not compute this norm. Use torch.nn.utils.clip_grad_norm_."
             )
-        self.announce("clip", (which, float(max_norm), foreach))
+        self.announce("clip", (places, float(max_norm), foreach))
         with self.tail_log.own_collectives():
             self._own_scale(given, max_norm, total_norm, foreach)
         for model in self._sharded:
@@ -102,14 +102,14 @@ class ClippingParticipant(Participant):
     def mirror(self, kind: str, payload: Any) -> None:
         parameters = self._parameters
         if kind == "norm":
-            which, norm_type, foreach, states = payload
+            places, norm_type, foreach, states = payload
             for model, runs in zip(self._sharded, states, strict=True):
                 model.take(runs)
-            gradients = [parameters[index].grad for index in which]
+            gradients = [parameters[index].grad for index in places]
             self._norm = _compat.replicated(self._own_norm(gradients, norm_type, False, foreach))
         elif kind == "clip":
-            which, max_norm, foreach = payload
-            self._own_scale([parameters[index] for index in which], max_norm, self._norm, foreach)
+            places, max_norm, foreach = payload
+            self._own_scale([parameters[index] for index in places], max_norm, self._norm, foreach)
         else:
             place, max_norm, norm_type, runs = payload
             model, root = self._roots[place]

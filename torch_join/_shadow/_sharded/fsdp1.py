@@ -260,13 +260,13 @@ class FlatParamUnit:
         handle, flat = self._handle, self._handle.flat_param
         if not handle._use_orig_params or (gradient := self.grad) is None:
             return False
-        here = gradient.untyped_storage().data_ptr()
+        address = gradient.untyped_storage().data_ptr()
         for p, info, has_none in zip(flat._params, flat._shard_param_infos, flat._is_grad_none_mask, strict=True):
             if not p.requires_grad or not info.in_shard or has_none:
                 continue
             if p.grad is None:
                 return True
-            if p.grad.untyped_storage().data_ptr() != here:  # FSDP may have copied it, and keeps it until a gather
+            if p.grad.untyped_storage().data_ptr() != address:  # FSDP may have copied it, and keeps it until a gather
                 known = gradient.flatten()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
                 if not torch.equal(p.grad.flatten(), known):
                     return True
