@@ -30,7 +30,7 @@ def _after_the_loop(method: _Method, at_end: bool = False) -> _Method:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The loop may also have ended after the lookup: `accelerator.save(accelerator.unwrap_model(model))`.
-        if own_loops.finish(self, at_end=at_end) or not isinstance(self, _InContext):
+        if own_loops.finish(self, at_end=at_end) or not isinstance(self, InContext):
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -44,7 +44,7 @@ def _own(
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with within(self._operations):
-            return getattr(super(_InContext, self), name)(*args, **kwargs)
+            return getattr(super(InContext, self), name)(*args, **kwargs)
 
     call.__name__ = name
     return _after_the_loop(call, at_end)
@@ -60,7 +60,7 @@ def _operation(name: str) -> _Method:
     return _after_the_loop(call)
 
 
-class _InContext:
+class InContext:
     """Methods that override the accelerator's in the context; a base class before the accelerator's own class."""
 
     _operations: ClassVar[Operations]
@@ -108,9 +108,9 @@ class _InContext:
 # Their errors name the failed rank here, because a `join_batches` loop has no `with` that could do it.
 _NAMING = ("backward", "check_trigger", "clip_grad_norm_", "clip_grad_value_", "gather", "reduce", "wait_for_everyone")
 for _name in _NAMING:
-    setattr(_InContext, _name, _own(_name, Operations.naming_failures))
+    setattr(InContext, _name, _own(_name, Operations.naming_failures))
 for _name in ("get_state_dict", "load_state", "log", "print", "save_model", "save_state"):
-    setattr(_InContext, _name, _operation(_name))
+    setattr(InContext, _name, _operation(_name))
 
 
 def gather_in_order(
@@ -151,7 +151,7 @@ def gather_in_order(
         JoinError: Some processes have run out of batches while others have not.
     """
     own_loops.finish(accelerator)
-    if isinstance(accelerator, _InContext):
+    if isinstance(accelerator, InContext):
         accelerator._operations.driver.check_together("gather_in_order")
     dealt_out = any(map(deals_out, _compat.loaders(accelerator)))
     return gather_given(rows, indices, None, rank, order, dealt_out)
@@ -172,7 +172,7 @@ def class_replaced(accelerator: accelerate.Accelerator, operations: Operations) 
 
     own = type(accelerator)
     with (
-        setting(accelerator, __class__=type(own.__name__, (_InContext, own), {"_operations": operations})),
+        setting(accelerator, __class__=type(own.__name__, (InContext, own), {"_operations": operations})),
         setting(GradientState, end_of_dataloader=property(end_of_dataloader), remainder=property(remainder_of)),
         setting(LocalSGD, step=_refuse_local_sgd),
     ):

@@ -133,9 +133,9 @@ class ActiveOperations(Participant):
             self._has_warned = True
             JoinDataWarning.warn(
                 f"Rank {self.members.rank} has finished, so it does not receive the samples that the other ranks"
-                " gather for metrics in this loop, and its own metric lacks them. Rank 0 has all samples if"
-                " Accelerate sharded the data. For a metric on all ranks, evaluate with even_batches=True, or sum on"
-                " each rank and reduce after the loop."
+                " gather for metrics in this loop, and its own metric lacks them. For a metric on all ranks,"
+                " sum on each rank and reduce after the loop, or call gather_in_order. (A loader that Accelerate shards"
+                " may also be evaluated outside the loop's context, by a plain `for`.)"
             )
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:

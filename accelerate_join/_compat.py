@@ -91,8 +91,13 @@ def has_prepared(thing: Any) -> bool:
 
 
 def take_as_prepared(loader: Any) -> None:
-    """Mark a loader as prepared, so that Accelerate keeps it without sharding it."""
-    vars(loader)["_is_accelerate_prepared"] = True
+    """Mark a loader over this process's own data as prepared, so that Accelerate keeps it without sharding it."""
+    vars(loader).update(_is_accelerate_prepared=True, _join_own=True)
+
+
+def is_own(loader: Any) -> bool:
+    """Whether `take_as_prepared` has marked a loader."""
+    return bool(vars(loader).get("_join_own"))
 
 
 def forget_prepared(model: torch.nn.Module) -> None:

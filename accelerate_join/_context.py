@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
 from accelerate_join import _compat, _positions
-from accelerate_join._accelerator import class_replaced, gather_in_order
+from accelerate_join._accelerator import InContext, class_replaced, gather_in_order
 from accelerate_join._loaders import (
     PreparedReader,
     deals_out,
@@ -21,6 +21,7 @@ from accelerate_join._loaders import (
     is_prepared,
     loops_replaced,
     prepare_own,
+    refuse_own_shards,
 )
 from accelerate_join._operations import Operations
 from accelerate_join._prepared import PreparedLoader, Progress, check_supported, prepared_by, unwrap
@@ -240,6 +241,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         with _positions.loading_places(self, kwargs.get("load_kwargs")):
             super().load_state(*args, **kwargs)
 
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Call Accelerate's method.
+
+        Raises:
+            JoinError: It is called outside the context in a loop over each process's own data.
+        """
+        if not isinstance(self, InContext):
+            refuse_own_shards(self)
+        return super().gather_for_metrics(*args, **kwargs)
+
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         """Call Accelerate's method, and clear the cached search for model wrappers."""
         _compat.forget_search(self)
@@ -357,15 +368,19 @@ class _Join(Join):
             running = _positions.recording_loop(self._accelerator, loader, options.rebalance)
             with running as (own, is_at_end, loop):
                 reader_of = partial(PreparedReader, partial(loop.iterate, own_iter), self._driver.counts, is_at_end)
-                for batch in self._driver.go_through(own, reader_of):
-                    loop.reader = loop.reader or self._driver.reader
-                    if (placeholders := self._driver.placeholders) is not None and placeholders.losses.joined:
-                        # Look like an active rank: here Accelerate's own loop has ended, and has counted the epoch.
-                        with _compat.active_loader(loader), setting(loader, iteration=iteration):
+                try:
+                    for batch in self._driver.go_through(own, reader_of):
+                        loop.reader = loop.reader or self._driver.reader
+                        if (placeholders := self._driver.placeholders) is not None and placeholders.losses.joined:
+                            # Look like an active rank: here Accelerate's own loop has ended, and has counted the epoch.
+                            with _compat.active_loader(loader), setting(loader, iteration=iteration):
+                                yield batch
+                        else:
+                            loop.has_batch = True
                             yield batch
-                    else:
-                        loop.has_batch = True
-                        yield batch
+                finally:
+                    if self._accelerator.gradient_state.active_dataloader is loader:
+                        loader.end()  # Accelerate does not notice that a loop was left
                 if options.placeholder is not None and hasattr(loader, "iteration"):
                     loader.iteration = iteration + 1  # Accelerate does not count an epoch without batches
 

@@ -34,11 +34,12 @@ from torch_join.integration import (
     Begin,
     Count,
     Dealer,
+    Dealt,
     LoaderPlace,
     Reader,
+    dealt,
     draws_exactly,
     in_turn,
-    length_of,
     refuse_position,
     setting,
 )
@@ -66,7 +67,7 @@ class PreparedReader(Reader[Any]):
     dealer = DEALER, "Do not prepare these loaders, and loop over join_batches(loader)"
 
     def __init__(self, own_iter: Iterate, counts: bool, is_at_end: bool, loader: PreparedLoader) -> None:
-        self.prepared, self.dealt_samples = loader, dealt_samples(loader)
+        self.prepared, self.dealt = loader, dealt_by_processes(loader)
         # Dispatched batches are already on a device when they arrive, except on the main process.
         self._unplaced: deque[Any] | None = deque() if counts and type(loader) is not DataLoaderDispatcher else None
         self._own = own_iter(loader)
@@ -223,15 +224,33 @@ def prepare_own(
 def deals_out(loader: PreparedLoader) -> bool:
     """Whether `loader` gives each process a part of a dataset that is the same on all processes."""
     shards = (BatchSamplerShard, IterableDatasetShard)
-    return _dispatches(loader) or isinstance(batch_sampler(loader), shards) or isinstance(loader.dataset, shards)
+    return _dispatches(loader) or isinstance(_not_skipping(loader), shards) or isinstance(loader.dataset, shards)
 
 
-def dealt_samples(loader: PreparedLoader) -> int | None:
-    """Return the length of the dataset if each process reads its share from its own copy, else `None`."""
+def refuse_own_shards(accelerator: accelerate.Accelerator) -> None:
+    """Raise if the running loop is over a loader of which each process has its own, as Accelerate gathers equal parts.
+
+    It drops rows of the last step that it takes for repeated ones, and needs the same number of rows from all.
+    """
+    loader, prepared = accelerator.gradient_state.active_dataloader, _compat.loaders(accelerator)
+    if loader is None or accelerator.num_processes == 1 or _dispatches(loader) or deals_out(loader):
+        return
+    known = known_as(loader, prepared)
+    if _compat.is_own(known) or all(each is not known for each in prepared):
+        raise JoinError(
+            "gather_for_metrics was called in a loop over a loader that reads each process's own data, outside"
+            " join_batches and join_uneven_inputs. There Accelerate takes the same number of rows from each process,"
+            " and drops rows of the last batch. Write `for batch in accelerator.join_batches(loader)`, which gathers"
+            " each row once, or sum on each process and call accelerator.reduce after the loop."
+        )
+
+
+def dealt_by_processes(loader: PreparedLoader) -> Dealt | None:
+    """Describe the dataset if each process reads its share from its own copy; else return `None`."""
     if not deals_out(loader) or _dispatches(loader):
         return None
     dataset = loader.dataset
-    return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+    return dealt(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
 
 def remainder(loader: PreparedLoader) -> int:
@@ -239,9 +258,7 @@ def remainder(loader: PreparedLoader) -> int:
 
     0 means that all are new, -1 that the number is unknown.
     """
-    sampler, dataset = batch_sampler(loader), loader.dataset
-    while isinstance(sampler, SkipBatchSampler):
-        sampler = sampler.batch_sampler
+    sampler, dataset = _not_skipping(loader), loader.dataset
     if isinstance(sampler, BatchSamplerShard):
         # Accelerate loses this number after skip_first_batches, and ignores that a sampler may draw only a part.
         samples = getattr(sampler.batch_sampler, "sampler", dataset)
@@ -325,6 +342,14 @@ def batch_sampler(loader: PreparedLoader) -> Any:
     return loader.sampler if sampler is None else sampler
 
 
+def _not_skipping(loader: PreparedLoader) -> Any:
+    """Return the batch sampler that `skip_first_batches` has wrapped, or that of a loader which skips none."""
+    sampler = batch_sampler(loader)
+    while isinstance(sampler, SkipBatchSampler):
+        sampler = sampler.batch_sampler
+    return sampler
+
+
 def drawn_from(loader: PreparedLoader) -> DataLoader[Any]:
     """Return a loader that draws in the same order as `loader`, without its sharding and skipping."""
     own: DataLoader[Any] = copy.copy(loader.base_dataloader)
@@ -359,9 +384,7 @@ def dealer_of(loader: PreparedLoader) -> Dealer | None:
         return None
     if loader.use_stateful_dataloader or loader.batch_sampler is None:
         return None
-    batches = batch_sampler(loader)
-    while isinstance(batches, SkipBatchSampler):
-        batches = batches.batch_sampler
+    batches = _not_skipping(loader)
     if type(batches) is BatchSamplerShard:
         return None if batches.split_batches else _ShardDealer(batches)
     found, job = dealer_of_own(drawn_from(loader)), PartialState()

@@ -93,6 +93,8 @@ WARNED = [
     ("Gather", ALL, "with gradients, in a forward, while rank 0 of its group has finished", (1,)),
     ("DealtAgain", ("fabric", "accelerate", "transformers"), "so each dataset seems to be a rank's own shard.", (0, 1)),
     ("DealtAgain", ("lightning",), "so each dataset seems to be a rank's own shard.", (0,)),
+    ("DealtAgainAlike", ("fabric", "accelerate", "transformers"), "but their first or last samples differ", (0, 1)),
+    ("DealtAgainAlike", ("lightning",), "but their first or last samples differ", (0,)),
     ("Window", ("accelerate",), "within an accumulation window", (0, 1)),
     ("Window", ("lightning",), "within an accumulation window", (0,)),
     ("Skips", OF_OWN_LOOPS, "Rank 0 did not sync gradients in step 0 of the loop, but rank 1 did. Since then", (0,)),

@@ -16,7 +16,7 @@ from torch_join._base.devices import use_device
 from torch_join._base.errors import name_ranks
 from torch_join._base.hyperparameters import group_options, take_group_options
 from torch_join._base.names import check_names, naming_missing
-from torch_join._base.sampler import dealt_again
+from torch_join._base.sampler import Dealt, dealt, dealt_again
 from torch_join._base.weighting import Count, factor_of_count
 from torch_join._collectives.gather_active import join_rows
 from torch_join._compat.ddp import is_communication_error
@@ -71,20 +71,20 @@ from torch_join.rows_file import FileRows, RowsPart, read_rows
 
 # fmt: off
 __all__ = [
-    "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Driver", "EpochRecord",
-    "Evened", "EvenedLoader", "FileRows", "Hook", "JoinOptions", "LoaderPlace", "Lockstep", "LockstepJoin",
-    "LoopDriver", "ModelShadow", "ModuleMetrics", "Often", "Options", "Order", "Participant", "Placeholder",
-    "PlaceholderLockstep", "Position", "RankRecord", "ReadStep", "Reader", "Rebalancing", "RefillGuard", "Resuming",
-    "RowsPart", "SideBySide", "StepDriver", "StepMirror", "StopSignals", "Stopwatch", "broadcast", "by_old_name",
-    "check_monitored", "check_names", "closed", "dealer_of", "dealt_again", "draws_exactly", "draws_globally",
-    "driver_of", "factor_of_count", "follow_sharded_model", "forget_states", "gather_given", "gather_in_order",
-    "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts", "in_backward", "in_turn",
-    "is_closed", "is_communication_error", "is_engine", "is_length_certain", "is_sharded_model", "join_rows",
-    "join_with", "keeps_place", "leads_to", "length_of", "listed", "make_placeholder", "name_ranks", "naming_missing",
-    "open_channel", "own_loops", "place_of_state", "read_rows", "refuse_misspelt", "refuse_position", "renamed",
-    "resumed_at", "runs_in_ray", "sampler_of", "set_own", "setting", "sharded_lockstep_join", "showing_options",
-    "state_of", "steps_of", "take_group_options", "telling_failures", "told_epochs", "use_device", "warn_renamed",
-    "whole_signature", "without_rows",
+    "VERSION", "Begin", "Beginning", "Changes", "Channel", "Count", "Deal", "Dealer", "Dealt", "Driver",
+    "EpochRecord", "Evened", "EvenedLoader", "FileRows", "Hook", "JoinOptions", "LoaderPlace", "Lockstep",
+    "LockstepJoin", "LoopDriver", "ModelShadow", "ModuleMetrics", "Often", "Options", "Order", "Participant",
+    "Placeholder", "PlaceholderLockstep", "Position", "RankRecord", "ReadStep", "Reader", "Rebalancing",
+    "RefillGuard", "Resuming", "RowsPart", "SideBySide", "StepDriver", "StepMirror", "StopSignals", "Stopwatch",
+    "broadcast", "by_old_name", "check_monitored", "check_names", "closed", "dealer_of", "dealt", "dealt_again",
+    "draws_exactly", "draws_globally", "driver_of", "factor_of_count", "follow_sharded_model", "forget_states",
+    "gather_given", "gather_in_order", "gather_objects", "global_kept", "group_options", "has_epoch", "holds_parts",
+    "in_backward", "in_turn", "is_closed", "is_communication_error", "is_engine", "is_length_certain",
+    "is_sharded_model", "join_rows", "join_with", "keeps_place", "leads_to", "length_of", "listed",
+    "make_placeholder", "name_ranks", "naming_missing", "open_channel", "own_loops", "place_of_state", "read_rows",
+    "refuse_misspelt", "refuse_position", "renamed", "resumed_at", "runs_in_ray", "sampler_of", "set_own",
+    "setting", "sharded_lockstep_join", "showing_options", "state_of", "steps_of", "take_group_options",
+    "telling_failures", "told_epochs", "use_device", "warn_renamed", "whole_signature", "without_rows",
 ]
 # fmt: on
 

@@ -16,7 +16,7 @@ from accelerate_join import _compat_transformers as _compat
 from accelerate_join import _prepared
 from accelerate_join._active import ActiveOperations
 from accelerate_join._compat import gather
-from accelerate_join._loaders import DEALER, deals_out, shards_checked
+from accelerate_join._loaders import DEALER, dealt_by_processes, shards_checked
 from accelerate_join.transformers._evaluation import Evaluation
 from accelerate_join.transformers._loader import EvenedLoader
 from accelerate_join.transformers._monitor import JoinMonitor
@@ -26,6 +26,7 @@ from accelerate_join.transformers._window import Window, shown_loss
 from torch_join import JoinDataWarning, JoinError, JoinWarning, UnsupportedError
 from torch_join.integration import (
     Beginning,
+    Dealt,
     Evened,
     Lockstep,
     LockstepJoin,
@@ -141,12 +142,11 @@ class Run:
 
     def exchange_lengths(self, loader: EvenedLoader) -> None:
         """Exchange the lengths of all ranks' loaders; all ranks call this."""
-        message = loader.length, loader.own_examples, bool(self._monitors)
-        answers = self.channel.gather(message, of=tuple[int | None, int | None, bool])
-        loader.lengths, loader.all_examples, monitored = zip(*answers, strict=True)
+        message = loader.length, loader.own_examples, dealt_by_processes(loader.loader), bool(self._monitors)
+        answers = self.channel.gather(message, of=tuple[int | None, int | None, Dealt | None, bool])
+        loader.lengths, loader.all_examples, datasets, monitored = zip(*answers, strict=True)
         check_monitored(monitored)
-        dealt = loader.all_examples if deals_out(loader.loader) else [None]
-        if (text := dealt_again(dealt, DEALER, "Pass own_shards=True")) is not None:
+        if (text := dealt_again(datasets, DEALER, "Pass own_shards=True")) is not None:
             JoinDataWarning.warn(text)
 
     # ------------------------------------------------------------ reading

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from lightning_join._reading.samplers import sharded_samples
+from lightning_join._reading.samplers import sharded_dataset
 from torch_join.integration import LoaderPlace, Reader, Resuming, has_epoch, told_epochs
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class JoinedLoader(Generic[T]):
     def open(self, loader: Iterable[T], place: LoaderPlace | None = None, after: bool = False) -> Reader[T]:
         """Return the reader for a loop over this loader."""
         self.positions.reader, self.is_within = _AheadReader(loader, place, after), False
-        self.positions.reader.dealt_samples = sharded_samples(loader)
+        self.positions.reader.dealt = sharded_dataset(loader)
         return self.positions.reader
 
     def set_epochs(self, loader: Any) -> None:

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_join._compat import parse_num_batches, sized_len
-from lightning_join._reading.samplers import sharded_samples
+from lightning_join._reading.samplers import sharded_dataset
 from torch_join import JoinDataWarning, JoinValueError
-from torch_join.integration import Channel, closed, dealt_again, is_length_certain, name_ranks, setting
+from torch_join.integration import Channel, Dealt, closed, dealt_again, is_length_certain, name_ranks, setting
 
 
 class DataloaderError(JoinValueError, MisconfigurationException):
@@ -38,7 +38,7 @@ class Loaders:
         certain: Whether a dataloader surely has as many batches as it reports.
         planned: Whether a dataloader may report another number once it is iterated, since it plans its batches anew.
         full: The size of a dataloader's batches, and how many of them surely have it; `None` if unknown.
-        sharded: The size of each one's dataset, if Lightning's sampler takes this rank's share of it.
+        sharded: Each one's dataset, if Lightning's sampler takes this rank's share of it.
     """
 
     limits: list[int | float]
@@ -47,7 +47,7 @@ class Loaders:
     certain: list[bool] = field(default_factory=list)
     planned: list[bool] = field(default_factory=list)
     full: list[tuple[int, int] | None] = field(default_factory=list)
-    sharded: list[int | None] = field(default_factory=list)
+    sharded: list[Dealt | None] = field(default_factory=list)
 
 
 def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> Loaders:
@@ -65,7 +65,7 @@ def measure(stage: RunningStage, loaders: Sequence[Any], limit: int | float) -> 
         except MisconfigurationException as why:
             limits.append(int(planned[-1]))  # not known yet
             error = error or str(why)
-    sharded = [sharded_samples(loader) for loader in loaders]
+    sharded = [sharded_dataset(loader) for loader in loaders]
     certain = [isinstance(each, (DataLoader, Sequence)) and not has_iterable_dataset(each) for each in loaders]
     return Loaders(limits, lengths, error, certain, planned, [_full_batches(loader) for loader in loaders], sharded)
 
@@ -92,9 +92,9 @@ def steps_alike(all_loaders: Sequence[Loaders], places: Sequence[int]) -> int:
 def warn(all_loaders: Sequence[Loaders]) -> None:
     """Warn about dataloaders that run, but probably not as the user intended."""
     for place in range(len(all_loaders[0].sharded)):
-        remedy = "Pass Trainer(use_distributed_sampler=False)"
-        samples = [each.sharded[place] for each in all_loaders]
-        if (text := dealt_again(samples, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
+        remedy = "Pass own_shards=True to the strategy (or use_distributed_sampler=False to Trainer)"
+        datasets = [each.sharded[place] for each in all_loaders]
+        if (text := dealt_again(datasets, "Lightning's sampler", remedy, f" of dataloader {place}")) is not None:
             rank_zero_only(JoinDataWarning.warn)(text)
 
 

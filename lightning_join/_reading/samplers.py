@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_join._compat import DistributedSamplerWrapper, wrapped_sampler
 from torch_join import UnpaddedDistributedSampler
+from torch_join.integration import Dealt, dealt
 
 
 class InjectedRank(int):
@@ -86,9 +87,10 @@ def is_dealt_out(loader: Any) -> bool:
     )
 
 
-def sharded_samples(dataloader: object) -> int | None:
-    """Return the size of the dataset that Lightning's sampler splits among the ranks, if there is such a sampler."""
-    return next((len(sampler.dataset) for sampler in _injected(dataloader)), None)  # type: ignore[arg-type]
+def sharded_dataset(dataloader: object) -> Dealt | None:
+    """Describe the dataset that Lightning's sampler splits among the ranks, if there is such a sampler."""
+    sampler = next(_injected(dataloader), None)
+    return None if sampler is None else dealt(sampler.dataset)
 
 
 def _injected(dataloader: object) -> Iterator[DistributedSampler[Any]]:

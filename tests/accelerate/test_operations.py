@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState, utils
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from tests.support.front_ends.accelerate import Lines, Script, Stream, accelerat
 from tests.support.inside import leader_of
 from tests.support.run import Run
 from tests.support.workers import Workers
+from torch_join import JoinError
 
 LENGTHS = [(4, 1), (1, 4), (0, 3), (3, 3), (2, 5, 0), (0, 2, 4), (5, 3, 4)]
 
@@ -150,6 +152,46 @@ def test_each_sample_is_gathered_once_by_other_loaders(
         options = {**options, "dispatch_batches": True}
     found = workers.run(2, evaluate, samples, False, options, iterable)[0]
     assert [sorted(one) for one in found] == [list(range(samples))] * 3
+
+
+def evaluate_own(rank: int, rows: tuple[int, ...], is_prepared: bool) -> tuple[list[int], list[str]]:
+    """Return what a loop over own shards gathers, and the errors of plain loops over them, also skipped ones."""
+    with accelerator_of(rank) as accelerator:
+        first = sum(rows[:rank])
+        data: Any = torch.arange(first, first + rows[rank])
+        device = accelerator.device
+        loader: Any = DataLoader(data, 4) if is_prepared else DataLoaderShard(data, device=device, batch_size=4)
+        if is_prepared:
+            loader = accelerator.prepare(loader, own_shards=True)
+        found, errors = [], []
+        for batch in accelerator.join_batches(loader):
+            found += accelerator.gather_for_metrics(batch).tolist()
+        # After a loop that was left, nothing is refused.
+        for _ in accelerator.join_batches(loader):
+            break
+        assert len(accelerator.gather_for_metrics(torch.ones(2))) == 4
+        for plain in (loader, accelerator.skip_first_batches(loader, 1)):
+            for batch in plain:
+                with pytest.raises(JoinError) as caught:
+                    accelerator.gather_for_metrics(batch)
+                errors.append(str(caught.value))
+                break
+        dealt = accelerator.prepare(DataLoader(torch.arange(13), 4))  # type: ignore[arg-type]
+        skipped = [len(accelerator.gather_for_metrics(x)) for x in accelerator.skip_first_batches(dealt, 1)]
+        assert len(skipped) == 1
+        return found, errors
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize("rows", [(10, 10), (9, 5), (5, 10)])
+def test_own_shards_are_gathered_by_a_loop_that_joins_alone(
+    workers: Workers, rows: tuple[int, ...], is_prepared: bool
+) -> None:
+    results = workers.run(2, evaluate_own, rows, is_prepared)
+    assert sorted(max((found for found, _ in results), key=len)) == [*range(sum(rows))]
+    for _, errors in results:
+        assert len(errors) == 2
+        assert all("accelerator.join_batches(loader)" in error for error in errors)
 
 
 def differ(rank: int) -> None:

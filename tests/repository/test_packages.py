@@ -29,11 +29,11 @@ PUBLIC = {
         JoinableState PeerFailedError UnpaddedDistributedSampler UnsupportedError Weighting windows
     """,
     torch_join.integration: """
-        VERSION Begin Beginning Changes Channel Count Deal Dealer Driver EpochRecord Evened EvenedLoader FileRows Hook
-        JoinOptions LoaderPlace Lockstep LockstepJoin LoopDriver ModelShadow ModuleMetrics Often Options Order
-        Participant Placeholder PlaceholderLockstep Position RankRecord ReadStep Reader Rebalancing RefillGuard
+        VERSION Begin Beginning Changes Channel Count Deal Dealer Dealt Driver EpochRecord Evened EvenedLoader
+        FileRows Hook JoinOptions LoaderPlace Lockstep LockstepJoin LoopDriver ModelShadow ModuleMetrics Often Options
+        Order Participant Placeholder PlaceholderLockstep Position RankRecord ReadStep Reader Rebalancing RefillGuard
         Resuming RowsPart SideBySide StepDriver StepMirror StopSignals Stopwatch broadcast by_old_name check_monitored
-        check_names closed dealer_of dealt_again draws_exactly draws_globally driver_of factor_of_count
+        check_names closed dealer_of dealt dealt_again draws_exactly draws_globally driver_of factor_of_count
         follow_sharded_model forget_states gather_given gather_in_order gather_objects global_kept group_options
         has_epoch holds_parts in_backward in_turn is_closed is_communication_error is_engine is_length_certain
         is_sharded_model join_rows join_with keeps_place leads_to length_of listed make_placeholder name_ranks

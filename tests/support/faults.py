@@ -103,6 +103,13 @@ class DealtAgain(Fault):
     deals_out = True
 
 
+class DealtAgainAlike(Fault):
+    """Shards of one length."""
+
+    deals_out = True
+    lengths = (4, 4)
+
+
 class MonitorOnOne(Fault):
     def monitored(self) -> bool:
         return self.rank == 1
@@ -301,13 +308,16 @@ def transformers(fault: Fault) -> None:
             return self.net(x)  # type: ignore[no-any-return]
 
     optimizer = torch.optim.SGD(fault.net.parameters(), 0.1)
-    samples: Any = [{"x": x} for x in torch.cat(batches_of(fault.rank, LENGTHS))]
+    samples: Any = [{"x": x} for x in torch.cat(batches_of(fault.rank, fault.lengths))]
     fault.monitor = JoinMonitor() if fault.monitored() else None
     with accelerator_of(fault.rank), tempfile.TemporaryDirectory() as folder:
         Trainer(
             model=Net(),
             args=arguments_of(
-                Fit(LENGTHS, EPOCHS, accumulate=fault.window), folder, max_grad_norm=0.0, log_level_replica="passive"
+                Fit(fault.lengths, EPOCHS, accumulate=fault.window),
+                folder,
+                max_grad_norm=0.0,
+                log_level_replica="passive",
             ),
             train_dataset=samples,
             callbacks=[fault.monitor] if fault.monitor else [],

@@ -11,7 +11,7 @@ import torch
 from torch_join._base.closing import is_left_on_purpose
 from torch_join._base.errors import JoinDataWarning, JoinError, JoinValueError, name_ranks, raise_any
 from torch_join._base.hyperparameters import Hyperparameters, compare, hyperparameters
-from torch_join._base.sampler import dealt_again
+from torch_join._base.sampler import Dealt, dealt_again
 from torch_join._base.synced_steps import Synced, SyncedSteps
 from torch_join._base.weighting import Window
 from torch_join._compat.operators import collective_under_way
@@ -24,7 +24,7 @@ from torch_join._tail.resuming import OVER, check_resumed
 from torch_join._tail.schedules import Certain, EachBatch, EachUse, Planned, Schedule
 
 # Exchanged when a loop starts.
-_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, int | None, list[Synced]]
+_BEGIN = tuple[int | None, Hyperparameters, str, list[str], int, str, Dealt | None, list[Synced]]
 # How a rank starts a loop: its code asks for a batch, or never asked (and it has no batches, or has some).
 _ASKS, _EMPTY, _UNASKED = "asks", "empty", "unasked"
 
@@ -102,11 +102,11 @@ class BatchLoop:
             model.check_can_train(self.reader.has_next)
         way = _ASKS if self.asked else _UNASKED if self.reader.has_next() else _EMPTY
         given = driver.tail.given if driver.begins_with_loop else []
-        length, dealt_samples = self.reader.certain_length(), self.reader.dealt_samples
+        length = self.reader.certain_length()
         called = name + (" with placeholders" if placeholder is not None else "")
-        begin = length, hyperparameters(driver.given), way, given, self._resumes_at, called, dealt_samples
+        begin = length, hyperparameters(driver.given), way, given, self._resumes_at, called, self.reader.dealt
         answers = log.channel.gather((*begin, log.synced_steps()), of=_BEGIN)
-        lengths, hyper, ways, all_given, steps, loops, dealt, synced = zip(*answers, strict=True)
+        lengths, hyper, ways, all_given, steps, loops, datasets, synced = zip(*answers, strict=True)
         log.warn_if_mixed(synced)
         if driver.begins_with_loop:
             driver.tail.compare_given(all_given)
@@ -114,7 +114,7 @@ class BatchLoop:
         if _ASKS not in ways:
             return False
         check_resumed(members.global_ranks, steps, loops)
-        if (text := dealt_again(dealt, *self.reader.dealer)) is not None:
+        if (text := dealt_again(datasets, *self.reader.dealer)) is not None:
             JoinDataWarning.warn(text)
         if self.asked:
             driver.tail.reads.forget()

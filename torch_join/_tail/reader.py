@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torch_join._base.errors import JoinError, JoinValueError, UnsupportedError
 from torch_join._base.membership import Membership
+from torch_join._base.sampler import Dealt, dealt
 from torch_join._base.weighting import Count, Window
 from torch_join._control.channel import Channel
 from torch_join._schedule.positions import EVERY, LoaderPlace, Position
@@ -41,7 +42,7 @@ class Reader(Source, Generic[T]):
         first: The number of batches taken before the loop was resumed.
         taken: The number of batches taken, including those before a resume.
         dealer: The name of the sampler that deals out one dataset to all ranks, and how to turn it off.
-        dealt_samples: The length of the dataset that such a sampler deals out; `None` without one.
+        dealt: The dataset that such a sampler deals out; `None` without one.
         lead: How many steps ahead another rank's batch must arrive.
         plan: The state of the rebalancing plan for a checkpoint; `None` without rebalancing.
         has_ended: Whether a loop with rebalanced batches is over.
@@ -51,7 +52,7 @@ class Reader(Source, Generic[T]):
         "A DistributedSampler",
         ("Remove it (with Ray: prepare_data_loader(loader, add_dist_sampler=False))"),
     )
-    dealt_samples: int | None = None
+    dealt: Dealt | None = None
     lead = 1
     pulling = _left = False
     plan: dict[str, Any] | None = None
@@ -62,7 +63,7 @@ class Reader(Source, Generic[T]):
         self._loader = loader
         sampler = sampler_of(loader)
         if isinstance(sampler, DistributedSampler) and dist.is_initialized():
-            self.dealt_samples = len(sampler.dataset) if sampler.num_replicas == dist.get_world_size() else None  # type: ignore[arg-type]
+            self.dealt = dealt(sampler.dataset) if sampler.num_replicas == dist.get_world_size() else None
         self._position = Position(loader, place, EVERY * self._reads_ahead, after)
         self._iterator: Iterator[T] = self._position.iterator
         self.taken = self.first = self._position.first

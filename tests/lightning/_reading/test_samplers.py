@@ -150,6 +150,6 @@ def test_shards_that_lightning_deals_out_again_get_a_warning(
     assert (len(fitting), len(predicting)) == (2 * times, times)  # of the train and of the validation dataloader
     for text in fitting + predicting:
         assert f"datasets of dataloader 0 have different lengths ({min(sizes)} to {max(sizes)})" in text
-        assert "only 1 of every 2 samples in its shard. Pass Trainer(use_distributed_sampler=False)" in text
+        assert "only 1 of every 2 samples in its shard. Pass own_shards=True to the strategy" in text
     shares = [(size + 1 - rank) // 2 if injects else size for rank, size in enumerate(sizes)]
     assert [len(seen) for *_, seen in results] == shares
